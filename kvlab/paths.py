@@ -1,0 +1,35 @@
+"""Where everything lives: the one place that builds a path."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+PARAMS = ROOT / "params"
+
+
+def output_root() -> Path:
+    """Folder that holds `results/` and `figures/`: the repository, unless KVLAB_OUTPUT names another."""
+    return Path(os.environ.get("KVLAB_OUTPUT") or ROOT)
+
+
+def results(profile: str) -> Path:
+    return output_root() / "results" / profile
+
+
+def figures(profile: str) -> Path:
+    return output_root() / "figures" / profile
+
+
+def cache() -> Path:
+    """Folder outside the repository for converted weights: KVLAB_CACHE or ~/.cache/kvlab."""
+    return Path(os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab")
+
+
+def public(path: str | Path) -> str:
+    """`path` as it may be printed: relative to the output root or the repository, else its last part."""
+    path = Path(path)
+    for root in (output_root(), ROOT):
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return path.name
