@@ -1,0 +1,125 @@
+"""Append-only records: one JSON object a line, written and flushed the moment a measurement exists.
+
+Raw values only. Statistics are computed on load by `kvlab.analyse`; a missing value is null, a failure is a record.
+"""
+
+import json
+import os
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+SCHEMA = 1
+PROTOCOL = 1  # raised by hand when a number changes its meaning; part of the environment id
+DONE = ("ok", "out_of_memory")  # what a rerun does not measure again
+
+
+class EnvironmentMismatch(ValueError):
+    """Records of several environments would have been mixed."""
+
+
+class Store:
+    """One experiment's file for one environment; `append` adds what only the store knows."""
+
+    def __init__(self, path: Path, environment: dict):
+        self.path, self.environment = Path(path), environment
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        set_aside_torn_line(self.path)
+
+    def append(self, record: dict) -> dict:
+        """Write one record and return it as stored; raises ValueError for NaN and infinity, which are not null."""
+        record = {
+            "schema": SCHEMA,
+            "environment": self.environment["environment"],
+            "boot": self.environment["boot"],
+            "recorded_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **record,
+        }
+        append_line(self.path, record)
+        return record
+
+    def load(self) -> list[dict]:
+        """Records of this environment, in the order they were written."""
+        return [r for r in load(self.path) if r["environment"] == self.environment["environment"]]
+
+
+def append_line(path: Path, value: dict) -> None:
+    """Append one line in a single write, then flush it to the disk."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def set_aside_torn_line(path: Path) -> None:
+    """Move an unfinished last line into `<name>.torn`, so that the next record starts on a line of its own."""
+    content = path.read_bytes() if path.exists() else b""
+    if not content or content.endswith(b"\n"):
+        return
+    whole, _, torn = content.rpartition(b"\n")
+    try:
+        complete = isinstance(json.loads(torn), dict)
+    except ValueError:
+        complete = False
+    if complete:  # only its newline was lost
+        with open(path, "ab") as file:
+            file.write(b"\n")
+        return
+    with open(path.with_name(path.name + ".torn"), "ab") as file:
+        file.write(torn + b"\n")
+    os.truncate(path, len(whole) + 1 if whole else 0)
+    warnings.warn(f"{path.name}: a torn last line was set aside in {path.name}.torn", stacklevel=2)
+
+
+def load(path: Path) -> list[dict]:
+    """All records of a file (an absent file holds none); lines that are no record are named in a warning and skipped."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    found, broken = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except ValueError:
+            value = ()
+        if isinstance(value, dict):
+            found.append(value)
+        elif value is not None:
+            broken.append(number)
+    if broken:
+        warnings.warn(f"{path.name}: line {', '.join(map(str, broken))} is not a record and was skipped", stacklevel=2)
+    newer = {r["schema"] for r in found if r.get("schema", SCHEMA) > SCHEMA}
+    if newer:
+        raise ValueError(f"{path.name} holds records of schema {max(newer)}; this kvlab reads {SCHEMA}: update kvlab")
+    return found
+
+
+def environments(folder: Path) -> list[dict]:
+    """Environments that wrote into a results folder, oldest first; the last one is the current one."""
+    return load(Path(folder) / "environments.jsonl")
+
+
+def remember_environment(folder: Path, environment: dict) -> None:
+    """Append the environment to environments.jsonl unless it is the last one there already (same id and boot)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    set_aside_torn_line(folder / "environments.jsonl")
+    known = environments(folder)
+    same = known and all(known[-1].get(key) == environment[key] for key in ("environment", "boot"))
+    if not same:
+        append_line(folder / "environments.jsonl", {"schema": SCHEMA, **environment})
+
+
+def of_one_environment(records: list[dict]) -> list[dict]:
+    """The records unchanged, or EnvironmentMismatch where they come from several environments."""
+    found = sorted({r["environment"] for r in records})
+    if len(found) > 1:
+        raise EnvironmentMismatch(f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one")
+    return records
+
+
+def key(record: dict) -> str:
+    """Identity of what was measured: experiment, point and repetition, as a canonical string."""
+    parts = [record["experiment"], record["point"], record["repetition"]]
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
