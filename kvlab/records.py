@@ -88,10 +88,14 @@ def load(path: Path) -> list[dict]:
         elif value is not None:
             broken.append(number)
     if broken:
-        warnings.warn(f"{path.name}: line {', '.join(map(str, broken))} is not a record and was skipped", stacklevel=2)
+        warnings.warn(
+            f"{path.name}: line {', '.join(map(str, broken))} is not a record and was skipped", stacklevel=2
+        )
     newer = {r["schema"] for r in found if r.get("schema", SCHEMA) > SCHEMA}
     if newer:
-        raise ValueError(f"{path.name} holds records of schema {max(newer)}; this kvlab reads {SCHEMA}: update kvlab")
+        raise ValueError(
+            f"{path.name} holds records of schema {max(newer)}; this kvlab reads {SCHEMA}: update kvlab"
+        )
     return found
 
 
@@ -115,11 +119,12 @@ def of_one_environment(records: list[dict]) -> list[dict]:
     """The records unchanged, or EnvironmentMismatch where they come from several environments."""
     found = sorted({r["environment"] for r in records})
     if len(found) > 1:
-        raise EnvironmentMismatch(f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one")
+        raise EnvironmentMismatch(
+            f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one"
+        )
     return records
 
 
 def key(record: dict) -> str:
-    """Identity of what was measured: experiment, point and repetition, as a canonical string."""
-    parts = [record["experiment"], record["point"], record["repetition"]]
-    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    """Identity of what was measured within one experiment: point and repetition, as a canonical string."""
+    return json.dumps([record["point"], record["repetition"]], sort_keys=True, ensure_ascii=False)

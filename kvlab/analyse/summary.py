@@ -1,0 +1,347 @@
+"""Raw records to tidy frames and intervals: statistics are computed here on load and stored nowhere."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvlab.analyse import definitions as d
+
+VERDICT_MIN_N = 6  # below this an interval is shown but nothing is concluded from it
+UNSTABLE, STRONGLY_UNSTABLE = 0.10, 0.25  # IQR over median
+PREFIX_HIT_LIMIT = 0.01  # share of prompt tokens found in the server's prefix cache that voids a point
+LOGIT_DIFFERENCE_CAP = 1.0  # largest logit difference between arms that 16-bit rounding may explain
+PERCENTILE_MIN_N = {99: 100, 95: 20}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its 95 % interval, how many values it rests on and how steady they were."""
+
+    n: int
+    median: float
+    low: float
+    high: float
+    method: str
+    stability: str
+
+    @property
+    def conclusive(self) -> bool:
+        return self.n >= VERDICT_MIN_N
+
+
+def interval(values) -> Estimate:
+    """95 % interval of the median of positive values: order statistics from n = 6 on, a t interval on logs below.
+
+    Missing values are left out. n = 1 has a median and no interval; n = 0 gives NaN throughout.
+    """
+    x = np.sort(np.asarray([v for v in values if v is not None and not math.isnan(v)], dtype=float))
+    if len(x) == 0:
+        return Estimate(0, math.nan, math.nan, math.nan, "none", "ok")
+    median = float(np.median(x))
+    if len(x) >= VERDICT_MIN_N:
+        low, high, method = *order_statistics(x), "order statistics"
+    elif len(x) > 1 and x[0] > 0:
+        low, high, method = *t_on_logs(x), "t on logs"
+    else:
+        low, high, method = math.nan, math.nan, "none"
+    return Estimate(len(x), median, low, high, method, stability(x))
+
+
+def order_statistics(x: np.ndarray) -> tuple[float, float]:
+    """Narrowest symmetric pair of order statistics that covers the median with at least 95 %; `x` is sorted."""
+    k = int(stats.binom.ppf(0.025, len(x), 0.5))  # P(fewer than k of the values lie below the median) < 2.5 %
+    return float(x[k - 1]), float(x[-k])
+
+
+def t_on_logs(x: np.ndarray) -> tuple[float, float]:
+    logs = np.log(x)
+    half = stats.t.ppf(0.975, len(x) - 1) * logs.std(ddof=1) / math.sqrt(len(x))
+    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+
+
+def stability(x: np.ndarray) -> str:
+    """ "ok", "unstable" (IQR over median above 10 %) or "strongly unstable" (above 25 %)."""
+    spread = float(np.subtract(*np.percentile(x, [75, 25]))) / float(np.median(x)) if np.median(x) else 0.0
+    return "ok" if spread <= UNSTABLE else "unstable" if spread <= STRONGLY_UNSTABLE else "strongly unstable"
+
+
+def percentile(values, q: float) -> float | None:
+    """Percentile by linear interpolation; None without values, or with too few for that q (p99 needs 100)."""
+    x = [v for v in values if v is not None and not math.isnan(v)]
+    return float(np.percentile(x, q)) if x and len(x) >= PERCENTILE_MIN_N.get(q, 1) else None
+
+
+def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
+    """One row per group of `by`: n, median, low, high, method and stability of `value`; empty groups are left out."""
+    rows = [
+        {**dict(zip(by, keys)), **vars(estimate)}
+        for keys, group in frame.groupby(by, sort=True)
+        if (estimate := interval(group[value])).n
+    ]
+    return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stability"])
+
+
+POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
+GENERATION = [
+    "environment", *POINT, "use_cache", "repetition", "pair", "control", "status", "reason",
+    "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
+]  # fmt: skip
+
+
+def generations(records: list[dict]) -> pd.DataFrame:
+    """One row per arm of S1b."""
+    rows = [
+        {name: r.get(name) for name in GENERATION}
+        | {name: r["point"].get(name) for name in POINT}
+        | {
+            "control": bool(r.get("control")),
+            "ttft_s": d.ttft_s(r),
+            "tpot_s": d.tpot_s(r),
+            "e2e_s": d.e2e_s(r),
+        }
+        for r in of_kind(records, "generation")
+    ]
+    return numeric(
+        pd.DataFrame(rows, columns=GENERATION),
+        "ttft_s",
+        "tpot_s",
+        "e2e_s",
+        "kv_cache_bytes",
+        "peak_memory_bytes",
+    )
+
+
+def of_kind(records: list[dict], *kinds: str) -> list[dict]:
+    return [r for r in records if r["kind"] in kinds]
+
+
+def numeric(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The frame with these columns as floats, null as NaN."""
+    return frame.astype({name: float for name in columns})
+
+
+def arms(records: list[dict], kind: str = "generation") -> list[tuple[dict, dict]]:
+    """(with cache, without cache) of every pair of which both arms were recorded."""
+    found: dict[str, dict[bool, dict]] = {}
+    for r in of_kind(records, kind):
+        found.setdefault(r["pair"], {})[r["use_cache"]] = r
+    return [(pair[True], pair[False]) for pair in found.values() if len(pair) == 2]
+
+
+def refusal(cached: dict, uncached: dict) -> str | None:
+    """Why a pair proves nothing, as the key of a sentence; None when the proof holds.
+
+    The proof is read off the run: every forward of the cached arm after the prefill took one token and its cache
+    grew, every forward of the other arm took the whole sequence, and both arms chose the same tokens.
+    """
+    if cached["status"] != d.OK or uncached["status"] != d.OK:
+        return "arm_missing"
+    if cached["boot"] != uncached["boot"]:
+        return "two_boots"
+    counts = {d.output_tokens(cached), d.output_tokens(uncached)}
+    if counts != {cached["point"]["output_tokens"]}:
+        return "output_counts_differ"
+    n, steps = cached["point"]["context_length"], cached["point"]["output_tokens"]
+    if cached["input_lengths"] != [n] + [1] * (steps - 1) or not cache_grew(cached["cache_lengths"], n):
+        return "cache_not_used"
+    if uncached["input_lengths"] != [n + i for i in range(steps)] or any(uncached.get("cache_lengths") or []):
+        return "cache_not_off"
+    return None if agree(cached, uncached) else "tokens_differ"
+
+
+def cache_grew(lengths: list[int | None], context_length: int) -> bool:
+    """The cache held the prompt and then grew by one a step, or stayed at its window once it had reached it."""
+    if not lengths or lengths[0] is None or not 0 < lengths[0] <= context_length:
+        return False
+    growth = [b - a if a is not None and b is not None else None for a, b in zip(lengths, lengths[1:])]
+    windowed = lengths[0] < context_length
+    return all(step == 1 or (windowed and step == 0) for step in growth)
+
+
+def agree(cached: dict, uncached: dict) -> bool:
+    """Identical tokens; where both arms were fed one sequence, a disagreement must be a near tie within rounding."""
+    if cached["token_ids"] == uncached["token_ids"]:
+        return True
+    if not (cached.get("fed_sequence") and uncached.get("fed_sequence")):
+        return False
+    differences = cached.get("logit_differences") or uncached.get("logit_differences")
+    if not differences or max(differences) > LOGIT_DIFFERENCE_CAP:
+        return False
+    choices = zip(cached["token_ids"], uncached["token_ids"], cached["top2_margins"], differences)
+    return all(a == b or margin < 2 * difference for a, b, margin, difference in choices)
+
+
+PAIR = [*POINT, "repetition", "control", "pair", "refusal", "ttft_ratio", "tpot_speedup", "total_speedup"]
+
+
+def pairs(records: list[dict], kind: str = "generation") -> pd.DataFrame:
+    """One row per pair of arms: paired ratios, time without cache over time with cache; NaN where refused."""
+    rows = []
+    for cached, uncached in arms(records, kind):
+        why = refusal(cached, uncached)
+        ratios = {
+            name: None if why else d.paired_ratio(number(uncached), number(cached))
+            for name, number in (
+                ("ttft_ratio", d.ttft_s),
+                ("tpot_speedup", d.tpot_s),
+                ("total_speedup", d.e2e_s),
+            )
+        }
+        point = {name: cached["point"].get(name) for name in POINT}
+        rows.append(
+            point
+            | {
+                "repetition": cached["repetition"],
+                "control": bool(cached.get("control")),
+                "pair": cached["pair"],
+            }
+            | {"refusal": why}
+            | ratios
+        )
+    return numeric(pd.DataFrame(rows, columns=PAIR), "ttft_ratio", "tpot_speedup", "total_speedup")
+
+
+def steps(records: list[dict]) -> pd.DataFrame:
+    """One row per decode step of S1b: its time and how many tokens the model had seen when it ended."""
+    rows = [
+        {name: r["point"].get(name) for name in POINT}
+        | {"use_cache": r["use_cache"], "repetition": r["repetition"], "pair": r["pair"], "step": i}
+        | {"position": r["point"]["context_length"] + i, "step_s": step_s, "ttft_s": d.ttft_s(r)}
+        for r in of_kind(records, "generation")
+        if r["status"] == d.OK and not r.get("control")
+        for i, step_s in enumerate(d.step_times_s(r), start=1)
+    ]
+    return pd.DataFrame(
+        rows, columns=[*POINT, "use_cache", "repetition", "pair", "step", "position", "step_s", "ttft_s"]
+    )
+
+
+SERVED = ["loop", "concurrency", "context_length", "output_tokens", "enforce_eager"]
+REQUEST = [
+    *SERVED,
+    "repetition",
+    "attempt",
+    "phase",
+    "status",
+    "reason",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "tokens",
+    "void",
+]
+
+
+def requests(records: list[dict]) -> pd.DataFrame:
+    """One row per request of S1 that belongs to a finished point; `void` carries the point's failed hygiene check."""
+    rows = []
+    for point, sent in attempts(records):
+        why = void_reason(point)
+        rows += [
+            {name: r["point"].get(name) for name in SERVED}
+            | {name: r.get(name) for name in ("repetition", "attempt", "phase", "status", "reason")}
+            | {
+                "ttft_s": d.ttft_s(r),
+                "tpot_s": d.tpot_s(r),
+                "e2e_s": d.e2e_s(r),
+                "tokens": d.output_tokens(r),
+                "void": why,
+            }
+            for r in sent
+        ]
+    return numeric(pd.DataFrame(rows, columns=REQUEST), "ttft_s", "tpot_s", "e2e_s", "tokens")
+
+
+def attempts(records: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """(point record, its request records) of every point that was finished."""
+    sent: dict[str, list[dict]] = {}
+    for r in of_kind(records, "request"):
+        sent.setdefault(r["attempt"], []).append(r)
+    return [(r, sent.get(r["attempt"], [])) for r in of_kind(records, "point") if r["status"] == d.OK]
+
+
+def void_reason(point: dict) -> str | None:
+    """Why a point's numbers do not count: its prompts were found in the server's prefix cache."""
+    share = prefix_hit_share(point)
+    return "prefix_hits" if share is not None and share > PREFIX_HIT_LIMIT else None
+
+
+def prefix_hit_share(point: dict) -> float | None:
+    """Prefix-cache hits over queries while the point ran; None where the server does not count them."""
+    deltas = point.get("server_deltas") or {}
+    hits, queries = deltas.get("prefix_hits"), deltas.get("prefix_queries")
+    if hits is None or queries is None:
+        return None
+    return hits / queries if queries else 0.0
+
+
+SERVING_POINT = [
+    *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed", "kv_cache_usage_max",
+    "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law", "tokens_conserved", "event_loop_lag_max_s",
+    "void",
+]  # fmt: skip
+
+
+def points(records: list[dict]) -> pd.DataFrame:
+    """One row per finished point of S1: throughput in its steady window and the checks on it."""
+    rows = [serving_point(point, sent) for point, sent in attempts(records)]
+    frame = pd.DataFrame(rows, columns=SERVING_POINT)
+    return numeric(
+        frame, "throughput_tokens_per_s", "window_s", "kv_cache_usage_max", "littles_law", "prefix_hit_share"
+    )
+
+
+def serving_point(point: dict, sent: list[dict]) -> dict:
+    measured = [r for r in sent if r["phase"] == "measured"]
+    streams = point["point"].get("concurrency") or 1
+    window, samples = d.steady_window_s(measured, streams), point.get("server_samples") or []
+    lag = point.get("event_loop_lag_s") or [None, None]
+    return {name: point["point"].get(name) for name in SERVED} | {
+        "repetition": point["repetition"],
+        "attempt": point["attempt"],
+        "throughput_tokens_per_s": d.throughput_tokens_per_s(measured, streams),
+        "window_s": window and window[1] - window[0],
+        "completed": sum(r["status"] == d.OK for r in measured),
+        "failed": sum(r["status"] != d.OK for r in measured),
+        "kv_cache_usage_max": most(samples, "kv_cache_usage"),
+        "running_max": most(samples, "running"),
+        "waiting_max": most(samples, "waiting"),
+        "preemptions": (point.get("server_deltas") or {}).get("preemptions"),
+        "prefix_hit_share": prefix_hit_share(point),
+        "littles_law": littles_law(measured, samples, window),
+        "tokens_conserved": tokens_conserved(point, sent),
+        "event_loop_lag_max_s": lag[1],
+        "void": void_reason(point),
+    }
+
+
+def most(samples: list[dict], name: str) -> float | None:
+    values = [s[name] for s in samples if s.get(name) is not None]
+    return max(values) if values else None
+
+
+def littles_law(
+    measured: list[dict], samples: list[dict], window: tuple[float, float] | None
+) -> float | None:
+    """Arrival rate x mean latency (client) over mean requests in the server (its own gauges); about 1 when both are right."""
+    if window is None:
+        return None
+    start, end = window
+    inside = [
+        s["running"] + (s.get("waiting") or 0)
+        for s in samples
+        if s.get("running") is not None and start <= s["t_s"] <= end
+    ]
+    spans = [(r["sent_s"], r["sent_s"] + d.e2e_s(r)) for r in measured if d.e2e_s(r) is not None]
+    in_flight = sum(max(0.0, min(b, end) - max(a, start)) for a, b in spans) / (end - start)
+    return in_flight / float(np.mean(inside)) if inside and np.mean(inside) else None
+
+
+def tokens_conserved(point: dict, sent: list[dict]) -> bool | None:
+    """The server's own count of generated tokens equals the sum over all requests; None where it offers no count."""
+    counted = (point.get("server_deltas") or {}).get("generation_tokens")
+    tokens = [d.output_tokens(r) for r in sent]
+    return None if counted is None or None in tokens else counted == sum(tokens)

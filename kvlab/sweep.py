@@ -1,0 +1,173 @@
+"""Which points a run consists of, which of them are missing, and one loop that asks a primitive for them."""
+
+import math
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+from kvlab import paths
+from kvlab.params import longest_served_output, output_tokens_at
+from kvlab.records import DONE, Store, key
+
+
+def model_point(p: SimpleNamespace) -> dict:
+    """What every point of both experiments states: model, precision and device."""
+    return {
+        "model": p.model,
+        "model_revision": p.model_revision or None,
+        "dtype": p.dtype,
+        "device": p.device,
+    }
+
+
+def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every context length with every attention kernel, and of the long generation."""
+    lengths = [(n, output_tokens_at(vars(p), n)) for n in p.context_lengths]
+    points = [(on_off_point(p, kernel, *n), p.repetitions) for kernel in p.attention_kernels for n in lengths]
+    curve = p.step_curve_context_length, p.step_curve_output_tokens
+    return points + [(on_off_point(p, p.attention_kernels[-1], *curve), p.step_curve_repetitions)]
+
+
+def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_tokens: int) -> dict:
+    return model_point(p) | {
+        "threads": p.threads,
+        "attention": kernel,
+        "cache": "dynamic",
+        "context_length": context_length,
+        "output_tokens": output_tokens,
+        "batch_size": p.batch_size,
+    }
+
+
+def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: (point, repetitions) over concurrency at one context length, and over S1b's lengths at concurrency 1."""
+    grid = [(concurrency, p.serving_context_length) for concurrency in p.concurrencies]
+    grid += [(1, n) for n in p.context_lengths if (1, n) not in grid]
+    return [(serving_point(p, *cell), p.serving_repetitions) for cell in grid]
+
+
+def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> dict:
+    return model_point(p) | {
+        "threads": p.server_threads or None,
+        "engine": "vllm",
+        "enforce_eager": p.enforce_eager,
+        "prefix_caching": False,
+        "chunked_prefill": p.chunked_prefill,
+        "loop": "closed",
+        "concurrency": concurrency,
+        "context_length": context_length,
+        "output_tokens": p.serving_output_tokens,
+        "output_jitter": p.output_jitter,
+        "kv_cache_space_bytes": int(p.kv_cache_space_gib * 2**30),
+    }
+
+
+def max_model_len(p: SimpleNamespace) -> int:
+    """Positions that the longest S1 request needs, prompt and output together."""
+    return max([*p.context_lengths, p.serving_context_length]) + longest_served_output(vars(p))
+
+
+def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
+    """(point, repetition) of all that these records of one environment lack, repetition by repetition.
+
+    `kind` is the record that completes a point; a pair of arms needs both of its records. With `remeasure`, new
+    repetitions are numbered behind the recorded ones.
+    """
+    done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not r.get("control")]
+    arms = Counter(r.get("pair") for r in done)
+    complete = {key(r) for r in done if r.get("pair") is None or arms[r["pair"]] == 2}
+    before = max((r["repetition"] for r in done), default=0) if remeasure else 0
+    last = max(repetitions for _, repetitions in points)
+    wanted = [(x, before + i) for i in range(1, last + 1) for x, repetitions in points if i <= repetitions]
+    return [w for w in wanted if key({"point": w[0], "repetition": w[1]}) not in complete]
+
+
+def on_off(store: Store, p: SimpleNamespace, open_worker) -> None:
+    """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
+
+    `open_worker()` is a context manager with `.measure_pair(point, repetition)` that returns the records of both arms.
+    """
+    pending = missing(store.load(), "generation", on_off_points(p), p.remeasure)
+    progress = Progress("S1b", len(pending))
+    for repetition in sorted({r for _, r in pending}):
+        points = [point for point, r in pending if r == repetition]
+        random.Random(f"{p.seed}/{repetition}").shuffle(points)
+        control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
+        with open_worker() as worker:
+            for point in [control, *points, control]:
+                for record in worker.measure_pair(point, repetition):
+                    store.append(record | {"control": point is control})
+                if point is not control:
+                    progress.done(
+                        f"{point['attention']} {point['context_length']} tokens, repetition {repetition}"
+                    )
+
+
+def shortest(p: SimpleNamespace) -> tuple[int, int]:
+    length = min(p.context_lengths)
+    return length, output_tokens_at(vars(p), length)
+
+
+def serving(
+    store: Store, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]
+) -> None:
+    """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
+
+    `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` calls `keep` with each record.
+    """
+    pending = missing(store.load(), "point", serving_points(p), p.remeasure)
+    progress = Progress("S1", len(pending))
+    if not pending:
+        return
+    random.Random(p.seed).shuffle(pending)
+    try:
+        with open_server() as server:
+            for point, repetition in pending:
+                measure_point(server, point, repetition, store.append)
+                progress.done(f"concurrency {point['concurrency']}, {point['context_length']} tokens")
+    except unavailable as error:
+        store.append(server_failure(p, str(error)))
+
+
+def server_failure(p: SimpleNamespace, reason: str) -> dict:
+    return {
+        "experiment": "s1",
+        "kind": "server",
+        "point": model_point(p),
+        "repetition": 0,
+        "status": "failed",
+        "reason": reason,
+    }
+
+
+class Progress:
+    """Points done, of how many, and the seconds left, as lines on the terminal and never in a notebook."""
+
+    def __init__(self, name: str, total: int):
+        self.name, self.total, self.count, self.start_s = name, total, 0, time.monotonic()
+        say(
+            f"{name}: {total} points to measure"
+            if total
+            else f"{name}: nothing to measure, all points are recorded"
+        )
+
+    def done(self, what: str) -> None:
+        self.count += 1
+        left_s = (time.monotonic() - self.start_s) / self.count * (self.total - self.count)
+        say(f"{self.name}: {self.count} of {self.total} ({what}), about {math.ceil(left_s)} s left")
+
+
+def say(text: str) -> None:
+    """One line to whoever watches the run: the file named by KVLAB_PROGRESS, which `kvlab report` shows."""
+    target = os.environ.get("KVLAB_PROGRESS")
+    if target:
+        with open(target, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def open_store(profile: str, experiment: str, environment: dict) -> Store:
+    """The record file results/<profile>/<experiment>.jsonl for this environment."""
+    return Store(Path(paths.results(profile)) / f"{experiment}.jsonl", environment)
