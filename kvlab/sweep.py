@@ -1,16 +1,18 @@
 """Which points a run consists of, which of them are missing, and one loop that asks a primitive for them."""
 
+import json
 import math
 import os
 import random
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 from kvlab import paths
 from kvlab.params import longest_served_output, output_tokens_at
-from kvlab.records import DONE, Store, key
+from kvlab.records import DONE, Store, environments, key, remember_environment, write_atomically
 
 
 def model_point(p: SimpleNamespace) -> dict:
@@ -23,12 +25,67 @@ def model_point(p: SimpleNamespace) -> dict:
     }
 
 
-def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
-    """S1b: (point, repetitions) of every context length with every attention kernel, and of the long generation."""
+@dataclass(frozen=True)
+class Run:
+    """One profile on one environment: where its records and figures are."""
+
+    profile: str
+    environment: dict
+
+    @property
+    def figures(self) -> Path:
+        return paths.figures(self.profile)
+
+    def store(self, experiment: str) -> Store:
+        return Store(paths.results(self.profile) / f"{experiment}.jsonl", self.environment)
+
+    def records(self, experiment: str, points: list[tuple[dict, int]]) -> list[dict]:
+        """What this environment recorded of these points, and what is about no single point (a server that failed)."""
+        wanted = {key({"point": point, "repetition": 0}) for point, _ in points}
+        found = self.store(experiment).load()
+        return [
+            r for r in found if r["kind"] == "server" or key({"point": r["point"], "repetition": 0}) in wanted
+        ]
+
+
+def begin(p: SimpleNamespace, environment: dict) -> Run:
+    """Remember what this run is about (its environment and parameters beside the records) and return it."""
+    folder = paths.results(p.profile)
+    remember_environment(folder, environment)
+    write_atomically(folder / "parameters.json", {**parameters(p.profile), **vars(p)})
+    return Run(p.profile, environment)
+
+
+def last_run(profile: str) -> tuple[Run, SimpleNamespace]:
+    """The run that last wrote into a profile's results, and its parameters; raises FileNotFoundError where none did."""
+    known = environments(paths.results(profile))
+    if not known:
+        raise FileNotFoundError(
+            f"results/{profile} holds no run yet; `make report PROFILE={profile}` makes one"
+        )
+    return Run(profile, known[-1]), SimpleNamespace(**parameters(profile))
+
+
+def parameters(profile: str) -> dict:
+    path = paths.results(profile) / "parameters.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every context length with every attention kernel."""
     lengths = [(n, output_tokens_at(vars(p), n)) for n in p.context_lengths]
-    points = [(on_off_point(p, kernel, *n), p.repetitions) for kernel in p.attention_kernels for n in lengths]
-    curve = p.step_curve_context_length, p.step_curve_output_tokens
-    return points + [(on_off_point(p, p.attention_kernels[-1], *curve), p.step_curve_repetitions)]
+    return [(on_off_point(p, kernel, *n), p.repetitions) for kernel in p.attention_kernels for n in lengths]
+
+
+def curve_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of the one long generation whose steps are drawn; none with 0 repetitions."""
+    curve = on_off_point(p, p.attention_kernels[-1], p.step_curve_context_length, p.step_curve_output_tokens)
+    return [(curve, p.step_curve_repetitions)] if p.step_curve_repetitions else []
+
+
+def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    lengths = length_points(p)
+    return lengths + [curve for curve in curve_points(p) if curve[0] not in [point for point, _ in lengths]]
 
 
 def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_tokens: int) -> dict:
@@ -85,11 +142,12 @@ def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeas
     return [w for w in wanted if key({"point": w[0], "repetition": w[1]}) not in complete]
 
 
-def on_off(store: Store, p: SimpleNamespace, open_worker) -> None:
+def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
     """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
 
     `open_worker()` is a context manager with `.measure_pair(point, repetition)` that returns the records of both arms.
     """
+    store = run.store("s1b")
     pending = missing(store.load(), "generation", on_off_points(p), p.remeasure)
     progress = Progress("S1b", len(pending))
     for repetition in sorted({r for _, r in pending}):
@@ -118,6 +176,7 @@ def serving(
 
     `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` calls `keep` with each record.
     """
+    store = run.store("s1")
     pending = missing(store.load(), "point", serving_points(p), p.remeasure)
     progress = Progress("S1", len(pending))
     if not pending:
@@ -166,8 +225,3 @@ def say(text: str) -> None:
     if target:
         with open(target, "a", encoding="utf-8") as file:
             file.write(text + "\n")
-
-
-def open_store(profile: str, experiment: str, environment: dict) -> Store:
-    """The record file results/<profile>/<experiment>.jsonl for this environment."""
-    return Store(Path(paths.results(profile)) / f"{experiment}.jsonl", environment)

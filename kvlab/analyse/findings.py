@@ -1,0 +1,146 @@
+"""Answers to the report's questions, computed from intervals: a verdict is never typed."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from kvlab.analyse.summary import Estimate, interval
+
+CONTROL_LOW, CONTROL_HIGH = (
+    0.9,
+    1.1,
+)  # TTFT of both arms is the same forward pass: its paired ratio must lie inside
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's verdict: "supported", "not_supported" or "no_verdict", its effect and the numbers of its sentence."""
+
+    question: str
+    verdict: str
+    effect: Estimate
+    numbers: dict = field(default_factory=dict)
+
+
+def headline(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of one attention kernel: SDPA where measured, since eager attention flatters the cache."""
+    kernels = sorted(frame["attention"].unique())
+    return frame[frame["attention"] == kernels[-1]] if kernels else frame
+
+
+def proven(pairs: pd.DataFrame) -> pd.DataFrame:
+    return pairs[pairs["refusal"].isna() & ~pairs["control"]]
+
+
+def per_repetition(pairs: pd.DataFrame, value: str) -> pd.Series:
+    """Geometric mean over lengths within each repetition: repetitions are the independent processes."""
+    return np.exp(np.log(pairs[value]).groupby(pairs["repetition"]).mean())
+
+
+def at(pairs: pd.DataFrame, context_length: int, value: str) -> Estimate:
+    return interval(pairs.loc[pairs["context_length"] == context_length, value])
+
+
+def phase(pairs: pd.DataFrame) -> Answer:
+    """Q1: decode is faster with the cache (TPOT at the longest length), prefill is not (TTFT over all lengths)."""
+    rows = headline(proven(pairs))
+    control = interval(per_repetition(rows, "ttft_ratio"))
+    longest = longest_length(rows)
+    speedup = at(rows, longest, "tpot_speedup")
+    holds = CONTROL_LOW <= control.low and control.high <= CONTROL_HIGH and speedup.low > 1
+    numbers = {"context_length": longest, "tpot_speedup": speedup, "ttft_ratio": control, "n": speedup.n}
+    return Answer("q1", verdict(holds, control, speedup), speedup, numbers)
+
+
+def growth(pairs: pd.DataFrame) -> Answer:
+    """Q2: the speed-up of TPOT is larger at the longest length than at the shortest, repetition by repetition."""
+    rows = headline(proven(pairs))
+    shortest, longest = rows["context_length"].min(), longest_length(rows)
+    table = rows.pivot_table(
+        index="repetition", columns="context_length", values="tpot_speedup", aggfunc="median"
+    )
+    ratios = table[longest] / table[shortest] if shortest != longest else pd.Series(dtype=float)
+    gain = interval(ratios)
+    numbers = {
+        "shortest": shortest,
+        "longest": longest,
+        "speedup_shortest": at(rows, shortest, "tpot_speedup"),
+        "speedup_longest": at(rows, longest, "tpot_speedup"),
+        "n": gain.n,
+    }
+    return Answer("q2", verdict(gain.low > 1, gain), gain, numbers)
+
+
+def verdict(holds: bool, *evidence: Estimate) -> str:
+    """ "no_verdict" where any estimate rests on fewer than six values, else whether the claim holds."""
+    if not all(estimate.conclusive for estimate in evidence):
+        return "no_verdict"
+    return "supported" if holds else "not_supported"
+
+
+def longest_length(rows: pd.DataFrame) -> float:
+    return rows["context_length"].max()
+
+
+def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
+    """Smallest length whose total speed-up lies above 1 with its whole interval, and whether it is the shortest measured."""
+    rows = headline(proven(pairs))
+    lengths = sorted(rows["context_length"].unique())
+    paying = [n for n in lengths if at(rows, n, "total_speedup").low > 1]
+    return (int(paying[0]), paying[0] == lengths[0]) if paying else (None, False)
+
+
+def local_slopes(generations: pd.DataFrame) -> pd.DataFrame:
+    """Exponent of TPOT over context length between neighbouring lengths, per kernel and arm (0 flat, 1 linear, 2 quadratic)."""
+    ok = generations[(generations["status"] == "ok") & ~generations["control"]]
+    medians = ok.groupby(["attention", "use_cache", "context_length"])["tpot_s"].median().reset_index()
+    rows = []
+    for (attention, use_cache), group in medians.groupby(["attention", "use_cache"]):
+        lengths, times = group["context_length"].to_numpy(float), group["tpot_s"].to_numpy(float)
+        slopes = np.diff(np.log(times)) / np.diff(np.log(lengths))
+        rows += [
+            {
+                "attention": attention,
+                "use_cache": use_cache,
+                "shorter": int(a),
+                "longer": int(b),
+                "slope": float(slope),
+            }
+            for a, b, slope in zip(lengths, lengths[1:], slopes)
+        ]
+    return pd.DataFrame(rows, columns=["attention", "use_cache", "shorter", "longer", "slope"])
+
+
+def refusals(pairs: pd.DataFrame) -> list[tuple[str, int]]:
+    """Why pairs were refused, and how many for each reason."""
+    counts = pairs["refusal"].dropna().value_counts()
+    return [(str(why), int(count)) for why, count in counts.items()]
+
+
+def unstable(generations: pd.DataFrame, value: str = "tpot_s") -> list[tuple[dict, Estimate]]:
+    """Points whose repetitions spread too far (IQR over median above 10 %), to be named in the article."""
+    ok = generations[(generations["status"] == "ok") & ~generations["control"]]
+    groups = ok.groupby(["attention", "context_length", "use_cache"])
+    found = [
+        (dict(zip(["attention", "context_length", "use_cache"], keys)), interval(g[value]))
+        for keys, g in groups
+    ]
+    return [(point, estimate) for point, estimate in found if estimate.stability != "ok"]
+
+
+def drift(generations: pd.DataFrame) -> Estimate:
+    """Last control over first control, repetition by repetition (TPOT with cache): about 1 when the machine held still."""
+    control = generations[generations["control"] & generations["use_cache"] & (generations["status"] == "ok")]
+    ratios = [
+        group["tpot_s"].iloc[-1] / group["tpot_s"].iloc[0]
+        for _, group in control.groupby("repetition")
+        if len(group) > 1 and not math.isnan(group["tpot_s"].iloc[0])
+    ]
+    return interval(ratios)
+
+
+def kv_cache_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_value: int) -> int:
+    """Bytes that one token adds to the KV cache of standard attention: keys and values of every layer and KV head."""
+    return 2 * layers * kv_heads * head_dim * bytes_per_value
