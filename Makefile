@@ -1,4 +1,4 @@
-# kvlab's front door. Every target that needs Python sets up its environment first, and does so once.
+# kvlab's front door. Every target that needs Python first sets up its environment, and does so once.
 
 PYTHON ?= python3
 PROFILE ?= cpu
@@ -6,33 +6,36 @@ SET ?=
 ENV ?= cpu
 export SET
 
-# Prints the interpreter to use on stdout (progress goes to stderr), after setting it up where needed.
-python = py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
+# Sets up where needed, and puts the path of the interpreter to use into $py.
+ready = py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
 
-.PHONY: help report test lab setup
+.PHONY: help report lab test setup
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'kvlab: what the KV cache does to large-model inference, measured on this machine'
+	@echo 'kvlab measures what the KV cache does to large-model inference, and writes an article about it.'
 	@echo ''
-	@echo '  make report                    measure what is missing, write the article (results/cpu/article.en.html)'
-	@echo '  make report PROFILE=smoke      the same in under four minutes, for a first look'
-	@echo '  make report SET="context_lengths=[128,256] language=zh"'
-	@echo '                                 with other parameters than those of params/<profile>.yaml'
-	@echo '  make lab                       open the notebooks in JupyterLab'
-	@echo '  make test                      run every test, the smoke profile included'
-	@echo '  make setup                     only build the environment (.venv); the others do it by themselves'
+	@echo '  make report                  measure what is missing, write the article into results/$(PROFILE)/'
+	@echo '  make report PROFILE=smoke    a first look in a few minutes; profiles are the files in params/'
+	@echo '  make report SET="context_lengths=[128,256] language=en"'
+	@echo '                               the same with other parameters'
+	@echo '  make lab                     open the notebooks in JupyterLab'
+	@echo '  make test                    run all tests, the smoke profile included'
+	@echo '  make setup                   only build the environment; the targets above do it by themselves'
 	@echo ''
-	@echo '  PYTHON=python3.11              another interpreter; an activated environment with kvlab is used as it is'
+	@echo '  PYTHON=python3.11            build with this interpreter (an activated environment that has kvlab'
+	@echo '                               is used as it is)'
+	@echo '  ENV=a10                      the NVIDIA A10 stack of requirements/a10.txt, in .venv-a10'
 
-setup:
-	@$(python) echo "ready: $$py"
-
+# $$SET is quoted by the shell and not spelled out by make: brackets, quotes and blanks in it arrive as typed.
 report:
-	@$(python) "$$py" -m kvlab report --profile "$(PROFILE)" $${SET:+--set "$$SET"}
+	@$(ready) "$$py" -m kvlab report --profile "$(PROFILE)" $${SET:+--set "$$SET"}
 
 lab:
-	@$(python) "$$py" -m jupyterlab --ip=127.0.0.1 notebooks
+	@$(ready) "$$py" -m jupyterlab --allow-root --ip=127.0.0.1 --ServerApp.root_dir=notebooks
 
 test:
-	@$(python) "$$py" -m pytest
+	@$(ready) "$$py" -m pytest $(TESTS)
+
+setup:
+	@$(ready) echo "kvlab: ready, with $$py"
