@@ -1,0 +1,165 @@
+"""Numbers that a chart's alternative text and its computed sentence quote, from the same tidy frames as the chart."""
+
+import pandas as pd
+
+from kvlab.analyse import summary
+
+PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
+
+
+def of(chart, *frames):
+    """{placeholder: number} for charts.<chart>'s sentences; None where the frames hold no usable row."""
+    try:
+        return globals()[chart](*frames)
+    except (IndexError, KeyError):  # a group that the sentence needs was not measured
+        return None
+
+
+def measured(frame):
+    """Rows that succeeded and are no control points."""
+    keep = pd.Series(True, index=frame.index)
+    if "status" in frame:
+        keep &= frame["status"] == "ok"
+    if "control" in frame:
+        keep &= ~frame["control"].astype(bool)
+    if "phase" in frame:
+        keep &= frame["phase"] == "measured"
+    if "void" in frame:
+        keep &= frame["void"].isna()
+    return frame[keep]
+
+
+def kernels(frame):
+    return sorted(frame["attention"].dropna().unique())
+
+
+def fair_kernel(frame):
+    """SDPA where it was measured: eager attention flatters the cache at long contexts."""
+    names = kernels(frame)
+    return "sdpa" if "sdpa" in names else names[0]
+
+
+def kernel_name(attention):
+    return "SDPA" if attention == "sdpa" else attention
+
+
+def of_kernel(frame):
+    rows = measured(frame)
+    return rows[rows["attention"] == fair_kernel(rows)]
+
+
+def medians(frame, by, value):
+    return frame.dropna(subset=[value]).groupby(by)[value].median()
+
+
+def ends(series):
+    """(first key, last key, last value over first value)."""
+    return series.index[0], series.index[-1], series.iloc[-1] / series.iloc[0]
+
+
+def mechanism():
+    lengths = [PROMPT_TOKENS + step for step in range(1, DECODE_STEPS + 1)]
+    return {"prompt": PROMPT_TOKENS, "steps": DECODE_STEPS, "last": lengths[-1],
+            "with_cache": DECODE_STEPS, "without_cache": sum(lengths)}
+
+
+def by_arm(generations, value):
+    rows = of_kernel(generations)
+    cache, no_cache = (medians(rows[rows["use_cache"] == arm], "context_length", value) for arm in (True, False))
+    shared = cache.index.intersection(no_cache.index)
+    return kernel_name(fair_kernel(rows)), cache[shared], no_cache[shared]
+
+
+def tpot_by_context(generations):
+    kernel, cache, no_cache = by_arm(generations, "tpot_s")
+    shortest, longest, growth = ends(cache)
+    return {"kernel": kernel, "shortest": shortest, "longest": longest, "growth_cache": growth,
+            "growth_no_cache": ends(no_cache)[2], "cache": cache[longest], "no_cache": no_cache[longest]}
+
+
+def ttft_by_context(generations):
+    kernel, cache, no_cache = by_arm(generations, "ttft_s")
+    ratio, longest = no_cache / cache, cache.index[-1]
+    return {"kernel": kernel, "longest": longest, "cache": cache[longest], "lowest": ratio.min(), "highest": ratio.max()}
+
+
+def speedups_by_context(pairs):
+    kept = measured(pairs)
+    rows = of_kernel(pairs).dropna(subset=["tpot_speedup", "total_speedup"])
+    longest = rows["context_length"].sort_values().iloc[-1]
+    at_longest = rows[rows["context_length"] == longest]
+    return {"kernel": kernel_name(fair_kernel(kept)), "longest": longest, "refused": int(kept["refusal"].notna().sum()),
+            "output_tokens": at_longest["output_tokens"].iloc[0],
+            **{name: summary.interval(at_longest[name]) for name in ("tpot_speedup", "total_speedup")}}
+
+
+def step_curve(steps):
+    rows = steps[steps["attention"] == fair_kernel(steps)]
+    cache, no_cache = (medians(rows[rows["use_cache"] == arm], "position", "step_s") for arm in (True, False))
+    first, last, growth = ends(cache.iloc[1:])  # the first decode step carries start-up costs
+    return {"kernel": kernel_name(fair_kernel(steps)), "first": first, "last": last,
+            "growth_cache": growth, "growth_no_cache": ends(no_cache.iloc[1:])[2]}
+
+
+def shares(rows):
+    """Median share of the total time that prefill takes, by arm and length."""
+    share = rows.assign(share=rows["ttft_s"] / rows["e2e_s"])
+    return medians(share, ["use_cache", "context_length", "output_tokens"], "share")
+
+
+def phase_share(generations):
+    rows = of_kernel(generations)
+    cache, no_cache = shares(rows)[True], shares(rows)[False]
+    longest, output_tokens = cache.index.intersection(no_cache.index)[-1]
+    return {"kernel": kernel_name(fair_kernel(rows)), "longest": longest, "output_tokens": output_tokens,
+            "cache": cache.iloc[-1], "no_cache": no_cache[(longest, output_tokens)]}
+
+
+def swept(frame):
+    """Rows at the one context length that was run at the most concurrencies."""
+    counts = frame.groupby("context_length")["concurrency"].nunique()
+    return frame[frame["context_length"] == counts.idxmax()] if len(counts) else frame
+
+
+def serving_by_concurrency(requests, points):
+    ttft, tpot = (medians(swept(measured(requests)), "concurrency", name) for name in ("ttft_s", "tpot_s"))
+    throughput = medians(swept(measured(points)), "concurrency", "throughput_tokens_per_s")
+    fewest, most, growth = ends(throughput)
+    return {"fewest": fewest, "most": most, "throughput_growth": growth, "ttft_low": ttft[fewest],
+            "ttft_high": ttft[most], "tpot_low": tpot[fewest], "tpot_high": tpot[most]}
+
+
+def kv_usage_by_concurrency(points):
+    usage = medians(swept(measured(points)), "concurrency", "kv_cache_usage_max")
+    fewest, most, _ = ends(usage)
+    return {"fewest": fewest, "most": most, "low": usage[fewest], "high": usage[most]}
+
+
+def stacks(generations, requests):
+    """(name, rows) of S1b's cached arm and of S1 with a single request in flight."""
+    cached, served = of_kernel(generations[generations["use_cache"].astype(bool)]), measured(requests)
+    return ("s1b", cached), ("vllm", served[served["concurrency"] == 1])
+
+
+def growth_side_by_side(generations, requests):
+    (_, cached), (_, served) = stacks(generations, requests)
+    lengths = sorted(set(cached["context_length"]) & set(served["context_length"]))
+    numbers = {"shortest": lengths[0], "longest": lengths[-1]}
+    for name, rows in (("s1b", cached), ("vllm", served)):
+        for value in ("ttft", "tpot"):
+            numbers[f"{value}_{name}"] = ends(medians(rows, "context_length", f"{value}_s")[lengths])[2]
+    return numbers
+
+
+def cache_sizes(generations):
+    """Measured bytes by tokens in the cache: the last output token is never fed back, so it is not in there."""
+    rows = measured(generations[generations["use_cache"].astype(bool)]).dropna(subset=["kv_cache_bytes"])
+    tokens = (rows["context_length"] + rows["output_tokens"] - 1) * rows.get("batch_size", 1)
+    return rows.assign(tokens=tokens)
+
+
+def kv_bytes_by_context(generations, kv_bytes_per_token):
+    rows = cache_sizes(generations).sort_values("tokens")
+    tokens = rows["tokens"].iloc[-1]
+    return {"tokens": tokens, "measured": rows["kv_cache_bytes"].iloc[-1],
+            "formula": kv_bytes_per_token * tokens, "per_token": kv_bytes_per_token}
