@@ -271,7 +271,7 @@ def has_library(name):
 
 
 def notices(library_found, compiler_found):
-    """Returns a sentence for each thing outside Python that vLLM's CPU build misses, and what happens then."""
+    """Returns a sentence for each thing outside Python that vLLM for CPUs misses, and what happens then."""
     sentences = []
     if not library_found:
         sentences.append(
