@@ -7,7 +7,8 @@ ENV ?= cpu
 export SET
 
 # Sets up where needed, and puts the path of the interpreter to use into $py.
-ready = py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
+ready = command -v $(PYTHON) >/dev/null || { echo 'kvlab: there is no $(PYTHON): install Python 3.11,' \
+	'or name one with PYTHON=' >&2; exit 2; }; py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
 
 .PHONY: help report lab test setup
 .DEFAULT_GOAL := help

@@ -376,3 +376,10 @@ def test_set_reaches_the_command_as_one_argument_as_it_was_typed(asked, make_rep
 
 def test_without_set_nothing_is_overridden(make_report):
     assert make_report("PROFILE=smoke") == ["-m", "kvlab", "report", "--profile", "smoke"]
+
+
+def test_br51_an_interpreter_that_is_not_there_gets_one_sentence():
+    command = ["make", "-s", "report", "PYTHON=/no/such/python"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert "kvlab: there is no /no/such/python: install Python 3.11, or name one with PYTHON=" in ended.stderr
