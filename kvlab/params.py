@@ -19,7 +19,7 @@ CHOICES = {
     "device": ("cpu", "cuda"),
     "attention_kernels": ("eager", "sdpa"),
 }
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "serving_repetitions", "server_threads"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -33,7 +33,9 @@ def declared(notebook: Path) -> dict[str, tuple[str, object]]:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        raise ParameterError(f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one")
+        raise ParameterError(
+            f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one"
+        )
     found = {}
     for statement in ast.parse("".join(tagged[0]["source"])).body:
         if not isinstance(statement, ast.AnnAssign):
@@ -58,7 +60,9 @@ def profile_path(profile: str) -> Path:
     if re.fullmatch(r"[A-Za-z0-9_-]+", profile) and path.exists():
         return path
     names = sorted(p.stem for p in paths.PARAMS.glob("*.yaml"))
-    raise ParameterError(f"no profile {profile!r} in params/{nearest(profile, names)}; there are: {', '.join(names)}")
+    raise ParameterError(
+        f"no profile {profile!r} in params/{nearest(profile, names)}; there are: {', '.join(names)}"
+    )
 
 
 def load(profile: str, assignments: list[str] = ()) -> dict:
@@ -161,7 +165,12 @@ def check_value(name: str, value: object, where: str) -> None:
 def check_together(values: dict, where: str) -> None:
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
-    for name in ("output_tokens", "long_context_output_tokens", "step_curve_output_tokens", "serving_output_tokens"):
+    for name in (
+        "output_tokens",
+        "long_context_output_tokens",
+        "step_curve_output_tokens",
+        "serving_output_tokens",
+    ):
         if values.get(name, 2) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")
 
@@ -169,9 +178,13 @@ def check_together(values: dict, where: str) -> None:
 def longest_sequence(values: dict) -> tuple[str, int, int]:
     """Of all sequences of a run the longest: the parameter it comes from, its context and its output, in tokens."""
     served = longest_served_output(values)
-    candidates = [("context_lengths", length, output_tokens_at(values, length)) for length in values["context_lengths"]]
+    candidates = [
+        ("context_lengths", length, output_tokens_at(values, length)) for length in values["context_lengths"]
+    ]
     candidates += [("context_lengths", max(values["context_lengths"]), served)]
-    candidates += [("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])]
+    candidates += [
+        ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])
+    ]
     candidates += [("serving_context_length", values["serving_context_length"], served)]
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 

@@ -108,7 +108,7 @@ def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
 
 def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> dict:
     return model_point(p) | {
-        "threads": p.server_threads or None,
+        "threads": p.server_threads,
         "engine": "vllm",
         "enforce_eager": p.enforce_eager,
         "prefix_caching": False,
@@ -145,7 +145,7 @@ def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeas
 def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
     """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
 
-    `open_worker()` is a context manager with `.measure_pair(point, repetition)` that returns the records of both arms.
+    `open_worker()` is a context manager; its `.measure_pair(point, repetition, control)` returns both arms' records.
     """
     store = run.store("s1b")
     pending = missing(store.load(), "generation", on_off_points(p), p.remeasure)
@@ -156,8 +156,8 @@ def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
         control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
-                for record in worker.measure_pair(point, repetition):
-                    store.append(record | {"control": point is control})
+                for record in worker.measure_pair(point, repetition, control=point is control):
+                    store.append(record | {"experiment": "s1b"})
                 if point is not control:
                     progress.done(
                         f"{point['attention']} {point['context_length']} tokens, repetition {repetition}"
@@ -170,7 +170,7 @@ def shortest(p: SimpleNamespace) -> tuple[int, int]:
 
 
 def serving(
-    store: Store, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]
+    run: Run, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]
 ) -> None:
     """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
 

@@ -31,7 +31,8 @@ def headline(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def proven(pairs: pd.DataFrame) -> pd.DataFrame:
-    return pairs[pairs["refusal"].isna() & ~pairs["control"]]
+    """Pairs that count: not refused, and not the control that only watches for drift."""
+    return pairs[pairs["refusal"].isna() & ~pairs["control"].astype(bool)]
 
 
 def per_repetition(pairs: pd.DataFrame, value: str) -> pd.Series:
@@ -61,8 +62,7 @@ def growth(pairs: pd.DataFrame) -> Answer:
     table = rows.pivot_table(
         index="repetition", columns="context_length", values="tpot_speedup", aggfunc="median"
     )
-    ratios = table[longest] / table[shortest] if shortest != longest else pd.Series(dtype=float)
-    gain = interval(ratios)
+    gain = interval(table[longest] / table[shortest] if shortest < longest else [])
     numbers = {
         "shortest": shortest,
         "longest": longest,
@@ -94,7 +94,7 @@ def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
 
 def local_slopes(generations: pd.DataFrame) -> pd.DataFrame:
     """Exponent of TPOT over context length between neighbouring lengths, per kernel and arm (0 flat, 1 linear, 2 quadratic)."""
-    ok = generations[(generations["status"] == "ok") & ~generations["control"]]
+    ok = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
     medians = ok.groupby(["attention", "use_cache", "context_length"])["tpot_s"].median().reset_index()
     rows = []
     for (attention, use_cache), group in medians.groupby(["attention", "use_cache"]):
@@ -121,26 +121,25 @@ def refusals(pairs: pd.DataFrame) -> list[tuple[str, int]]:
 
 def unstable(generations: pd.DataFrame, value: str = "tpot_s") -> list[tuple[dict, Estimate]]:
     """Points whose repetitions spread too far (IQR over median above 10 %), to be named in the article."""
-    ok = generations[(generations["status"] == "ok") & ~generations["control"]]
+    ok = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
     groups = ok.groupby(["attention", "context_length", "use_cache"])
     found = [
         (dict(zip(["attention", "context_length", "use_cache"], keys)), interval(g[value]))
         for keys, g in groups
     ]
-    return [(point, estimate) for point, estimate in found if estimate.stability != "ok"]
+    return [(point, estimate) for point, estimate in found if estimate.stable != "ok"]
 
 
 def drift(generations: pd.DataFrame) -> Estimate:
     """Last control over first control, repetition by repetition (TPOT with cache): about 1 when the machine held still."""
-    control = generations[generations["control"] & generations["use_cache"] & (generations["status"] == "ok")]
+    control = generations[
+        generations["control"].astype(bool)
+        & generations["use_cache"].astype(bool)
+        & (generations["status"] == "ok")
+    ]
     ratios = [
         group["tpot_s"].iloc[-1] / group["tpot_s"].iloc[0]
         for _, group in control.groupby("repetition")
         if len(group) > 1 and not math.isnan(group["tpot_s"].iloc[0])
     ]
     return interval(ratios)
-
-
-def kv_cache_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes_per_value: int) -> int:
-    """Bytes that one token adds to the KV cache of standard attention: keys and values of every layer and KV head."""
-    return 2 * layers * kv_heads * head_dim * bytes_per_value

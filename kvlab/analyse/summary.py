@@ -25,7 +25,7 @@ class Estimate:
     low: float
     high: float
     method: str
-    stability: str
+    stable: str
 
     @property
     def conclusive(self) -> bool:
@@ -81,7 +81,7 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
         for keys, group in frame.groupby(by, sort=True)
         if (estimate := interval(group[value])).n
     ]
-    return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stability"])
+    return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stable"])
 
 
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]

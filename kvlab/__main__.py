@@ -1,0 +1,35 @@
+"""`python -m kvlab`: the command behind the make targets."""
+
+import argparse
+import sys
+
+from kvlab import params
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0, 1 where a part of the report failed, 2 for parameters that cannot be used, 130 for Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="kvlab", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("report", help="measure what a profile lacks and write its page")
+    command.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="name=value", help="override a parameter"
+    )
+    asked = parser.parse_args(arguments)
+    try:
+        from kvlab import report  # after the arguments: it loads the notebook machinery
+
+        return report.report(asked.profile, asked.set)
+    except (params.ParameterError, report.RunInProgress) as error:
+        print(f"kvlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "\nkvlab: stopped; everything measured so far is recorded, the same command goes on",
+            file=sys.stderr,
+        )
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

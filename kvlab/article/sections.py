@@ -1,0 +1,166 @@
+"""Parts of the article that are tables and lists of sentences: what they say is computed from frames."""
+
+import pandas as pd
+
+from kvlab.analyse.findings import Answer, refusals, unstable
+from kvlab.analyse.summary import Estimate
+from kvlab.article import prose
+
+ANSWER_FIGURES = {"q1": "ttft_by_context", "q2": "speedups_by_context"}
+
+
+def answers(found: list[Answer], environment: dict, language: str, source: str) -> None:
+    """The table that opens the article: question, verdict, effect with its interval, machine."""
+    rows = [
+        {
+            "question": prose.both(f"answer.{a.question}"),
+            "claim": prose.both(f"answer.{a.question}_claim"),
+            "verdict": prose.both(f"answer.{a.verdict}"),
+            "effect": a.effect,
+            "machine": machine_name(environment),
+        }
+        for a in found
+    ]
+    units = {"effect": ":x"}
+    headings = {name: f"answer.{name}{units.get(name, '')}" for name in rows[0]}
+    prose.table(rows, headings, language, source=source)
+
+
+def verdicts(found: list[Answer], break_even: tuple[int | None, bool], language: str, source: str) -> None:
+    """Each answer as a sentence, and from which length on the cache pays."""
+    for a in found:
+        prose.say(f"verdict.{a.question}.{a.verdict}", language, source=source, **a.numbers)
+    length, is_shortest = break_even
+    if length is None:
+        prose.say("verdict.q2.pays_nowhere", language)
+    else:
+        key = "sections.pays_at_shortest" if is_shortest else "verdict.q2.pays_from"
+        prose.say(key, language, source=source, context_length=length)
+
+
+def machine_name(environment: dict) -> str:
+    return environment["card_model"] or f"{environment['cpu_model']}, {environment['cpu_quota']:g} CPUs"
+
+
+def machine(environment: dict, parameters: dict, language: str, source: str) -> None:
+    """The machine and software of the records, as a table."""
+    facts = {
+        "card": environment["card_model"],
+        "cpu": environment["cpu_model"],
+        "cpus": f"{environment['cpu_quota']:g}",
+        "flags": ", ".join(environment["cpu_flags"]),
+        "memory": prose.friendly(environment["memory_limit_bytes"] or environment["memory_bytes"], "B"),
+        "system": environment["system"],
+        "software": ", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
+        "model": " ".join(
+            str(parameters[name]) for name in ("model", "model_revision") if parameters.get(name)
+        ),
+        "dtype": parameters.get("dtype"),
+        "threads": " / ".join(
+            str(parameters[name]) for name in ("threads", "server_threads") if name in parameters
+        ),
+        "kvlab": kvlab_version(environment["kvlab"]),
+        "environment": environment["environment"],
+        "recorded": environment["recorded_at"][:10],
+    }
+    rows = [
+        {"what": prose.both(f"machine.{name}"), "value": value or prose.both("machine.none")}
+        for name, value in facts.items()
+    ]
+    prose.table(rows, {"what": "machine.what", "value": "machine.value"}, language, source=source)
+
+
+def kvlab_version(code: dict) -> str:
+    commit = f", {code['commit']}" if code["commit"] else ""
+    return f"{code['version']}{commit}{' +' if code['dirty'] else ''}"
+
+
+def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
+    """The checks of every S1 point, one row each."""
+    if points.empty:
+        prose.say("status.no_data", language)
+        return
+    words = {
+        True: prose.both("checks.yes"),
+        False: prose.both("checks.no"),
+        None: prose.both("checks.unknown"),
+    }
+    rows = points.sort_values(["context_length", "concurrency"]).to_dict("records")
+    for row in rows:
+        row["conserved"] = words[row["tokens_conserved"]]
+        row["counts"] = words[row["void"] is None]
+    headings = {
+        "concurrency": "label.concurrency:count",
+        "context_length": "label.context_length:count",
+        "completed": "checks.completed:count",
+        "failed": "checks.failed:count",
+        "conserved": "checks.conserved",
+        "littles_law": "checks.littles_law",
+        "prefix_hit_share": "checks.prefix_hit_share:%",
+        "event_loop_lag_max_s": "checks.event_loop_lag:s",
+        "window_s": "checks.window:s",
+        "counts": "checks.counts",
+    }
+    prose.table(rows, headings, language, source=source)
+
+
+def slopes(found: pd.DataFrame, language: str, source: str) -> None:
+    """Local exponents of TPOT over context length, one row per kernel and neighbouring lengths."""
+    table = found.pivot_table(
+        index=["attention", "shorter", "longer"], columns="use_cache", values="slope"
+    ).reset_index()
+    rows = [
+        {
+            "attention": prose.both(f"label.{row['attention']}"),
+            "lengths": f"{row['shorter']} → {row['longer']}",
+            "no_cache": row.get(False),
+            "cache": row.get(True),
+        }
+        for row in table.to_dict("records")
+    ]
+    headings = {"attention": "sections.kernel", "lengths": "sections.lengths"}
+    headings |= {"no_cache": "label.no_cache", "cache": "label.cache"}
+    prose.table(rows, headings, language, source=source)
+
+
+def missing(records: list[dict], language: str) -> None:
+    """Why a section has no results, where its server could not be started and nothing was measured since."""
+    failed = [r for r in records if r["kind"] == "server" and r["status"] != "ok"]
+    if failed and records[-1] is failed[-1]:
+        prose.say("status.missing_section", language, reason=failed[-1]["reason"].splitlines()[0])
+
+
+def trouble(
+    generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, language: str, source: str
+) -> None:
+    """What a sceptic asks for: how many pairs were proven, which were refused, which points failed or were unsteady."""
+    counts = {"proven": int(pairs["refusal"].isna().sum()), "pairs": len(pairs)}
+    prose.say("sections.proven", language, source=source, **counts)
+    for why, count in refusals(pairs):
+        prose.say(
+            "sections.refused", language, source=source, count=count, reason=prose.both(f"refusal.{why}")
+        )
+    bad = generations[generations["status"] != "ok"].drop_duplicates(
+        ["status", "context_length", "attention", "use_cache"]
+    )
+    for row in bad.to_dict("records"):
+        key = f"status.{row['status']}" if row["status"] in ("out_of_memory", "timeout") else "status.failed"
+        prose.say(
+            key,
+            language,
+            source=source,
+            context_length=row["context_length"],
+            reason=row["reason"] or row["status"],
+        )
+    for point, estimate in unstable(generations):
+        what = {each: unsteady_name(point, each) for each in prose.LANGUAGES}
+        numbers = {"context_length": point["context_length"], "low": estimate.low, "high": estimate.high}
+        prose.say("sections.unsteady", language, source=source, what=what, **numbers)
+    if drift.n:
+        prose.say("sections.drift", language, source=source, drift=drift)
+
+
+def unsteady_name(point: dict, language: str) -> str:
+    arm = "cache" if point["use_cache"] else "no_cache"
+    names = [prose.plain(f"label.{name}", language) for name in (arm, point["attention"])]
+    return ", ".join(names) if language == "en" else "，".join(names)

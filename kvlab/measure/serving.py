@@ -1,0 +1,70 @@
+"""S1's primitive: one serving point from its parameters, on a server of ours or on one that is already there."""
+
+import json
+import zlib
+from contextlib import nullcontext
+from functools import lru_cache
+from types import SimpleNamespace
+
+from kvlab import models, paths, prompts
+from kvlab.measure.client import run_point
+from kvlab.measure.server import ServerError, VllmServer
+
+
+def open_server(p: SimpleNamespace, max_model_len: int, report=None):
+    """A context manager for the server that parameters `p` ask for: vLLM started here, or the one at `base_url`."""
+    if p.base_url:
+        return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=lambda: {}))
+    return VllmServer(
+        models.served_folder(models.resolve(p.model, p.model_revision), p.dtype),
+        p.model,
+        max_model_len,
+        p.dtype,
+        p.enforce_eager,
+        kv_cache_space_bytes=int(p.kv_cache_space_gib * 2**30) if p.device == "cpu" else None,
+        threads=p.server_threads,
+        prefix_caching=False,
+        chunked_prefill=p.chunked_prefill,
+        seed=p.seed,
+        extra_args=p.server_arguments.split(),
+        log_path=paths.results(p.profile) / "executed" / "vllm-server.log",
+        startup_timeout_s=p.startup_timeout_s,
+        report=report,
+    )
+
+
+def measure_point(server, p: SimpleNamespace, point: dict, repetition: int, keep) -> None:
+    """Run one point and hand each record to `keep`; raises ServerError when the server died under it."""
+    warmup = max(2, point["concurrency"])
+    measured = max(p.serving_min_requests, p.serving_requests_per_stream * point["concurrency"])
+    records = run_point(
+        server.base_url,
+        server.model,
+        point,
+        unique_prompts(p, point, repetition, warmup + measured),
+        p.seed + repetition,
+        warmup=warmup,
+        timeout_s=p.request_timeout_s,
+        token_variable=p.token_variable or None,
+        server_pid=server.pid,
+        on_record=lambda record: keep(record | {"repetition": repetition, "server": server.facts()}),
+    )
+    if records[-1]["reason"] == "server_gone":
+        raise ServerError("server_gone", "the server died while it was measured; its log says why")
+
+
+def unique_prompts(p: SimpleNamespace, point: dict, repetition: int, count: int) -> list[list[int]]:
+    """`count` prompts of exactly the point's length that share no block with those of any other point."""
+    vocab_size, special = vocabulary(p.model, p.model_revision)
+    name = json.dumps([p.seed, point, repetition], sort_keys=True)
+    seed = zlib.crc32(name.encode())
+    return [prompts.token_ids(point["context_length"], seed, i, vocab_size, special) for i in range(count)]
+
+
+@lru_cache
+def vocabulary(model: str, revision: str) -> tuple[int, tuple[int, ...]]:
+    """Size of a model's vocabulary and its special token ids, which no prompt contains."""
+    config = models.config(models.resolve(model, revision)).get_text_config()
+    named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    ids = [i for entry in named for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
+    return config.vocab_size, tuple(sorted(set(ids)))

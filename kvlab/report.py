@@ -1,0 +1,148 @@
+"""One command from parameters to page: check, execute the notebooks in order, split by language, render."""
+
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import papermill
+from filelock import FileLock, Timeout
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from papermill.exceptions import PapermillExecutionError
+
+from kvlab import models, params, paths
+from kvlab.article import render
+from kvlab.measure import telemetry
+
+EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
+PAGE_ORDER = tuple(sorted(EXECUTION_ORDER))
+LANGUAGES = ("zh", "en")
+
+
+class RunInProgress(RuntimeError):
+    """Another process writes into the same profile's results."""
+
+
+def report(profile: str, assignments: list[str]) -> int:
+    """Measure what a profile lacks and write its page in both languages; 0, or 1 where a notebook failed."""
+    values = checked(profile, assignments)
+    start_s = time.monotonic()
+    with exclusive(profile), shown_progress(profile):
+        failures = [failure for name in EXECUTION_ORDER if (failure := execute(name, values))]
+        pages = write_pages(profile, values)
+    for failure in failures:
+        print(f"kvlab: {failure}", file=sys.stderr)
+    print(
+        f"kvlab: {', '.join(paths.public(page) for page in pages)} written, {time.monotonic() - start_s:.0f} s"
+    )
+    return 1 if failures else 0
+
+
+def checked(profile: str, assignments: list[str]) -> dict:
+    """All parameters of a run; raises ParameterError before anything is loaded or written."""
+    values = params.load(profile, assignments)
+    check_device(values)
+    try:
+        source = models.resolve(values["model"], values["model_revision"])
+        params.check_positions(values, models.max_positions(models.config(source)))
+    except params.ParameterError:
+        raise
+    except (ValueError, OSError) as error:
+        raise params.ParameterError(f"model: {error}") from None
+    return values
+
+
+def check_device(values: dict) -> None:
+    """Raise ParameterError where the profile is for a card that this machine does not have."""
+    found, wanted = (telemetry.card() or {}).get("model"), values["expected_device"]
+    if wanted and found != wanted or values["device"] == "cuda" and not found:
+        raise params.ParameterError(
+            f"params/{values['profile']}.yaml is for {wanted or 'a CUDA device'}, "
+            f"this machine has {found or 'no CUDA device'}; use PROFILE=cpu"
+        )
+
+
+@contextmanager
+def exclusive(profile: str):
+    """Hold the profile's results; a second run on the same profile is refused."""
+    folder = paths.results(profile)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "run.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunInProgress(f"another run is writing {paths.public(folder)}; wait for it to end") from None
+    with lock:
+        yield
+
+
+@contextmanager
+def shown_progress(profile: str):
+    """Show on the terminal what the kernels report through the file named by KVLAB_PROGRESS."""
+    path = paths.results(profile) / "progress.log"
+    path.write_text("")
+    os.environ["KVLAB_PROGRESS"] = str(path)
+    done = threading.Event()
+    follower = threading.Thread(target=follow, args=(path, done), daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        follower.join()
+
+
+def follow(path: Path, done: threading.Event) -> None:
+    with open(path, encoding="utf-8") as file:
+        while not done.is_set() or file.tell() < path.stat().st_size:
+            line = file.readline()
+            print(f"  {line}" if line else "", end="", file=sys.stderr, flush=True)
+            if not line:
+                done.wait(0.2)
+
+
+def executed_path(profile: str, name: str) -> Path:
+    return paths.results(profile) / "executed" / f"{name}.ipynb"
+
+
+def execute(name: str, values: dict) -> str | None:
+    """Run one notebook with its parameters in a kernel of this interpreter; the reason where it failed."""
+    source, target = paths.NOTEBOOKS / f"{name}.ipynb", executed_path(values["profile"], name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"kvlab: {name}", file=sys.stderr, flush=True)
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = (
+        "1"  # a kernel of this environment, whatever the user has installed
+    )
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(target),
+            parameters={key: values[key] for key in params.declared(source)},
+            kernel_name="python3",
+            progress_bar=False,
+            log_output=False,
+            cwd=str(paths.NOTEBOOKS),
+        )
+    except PapermillExecutionError as error:
+        return f"{name} stopped: {error.ename}: {error.evalue}"
+    except (DeadKernelError, CellExecutionError) as error:
+        return f"{name} stopped: its kernel died ({error})"
+    return None
+
+
+def write_pages(profile: str, values: dict) -> list[Path]:
+    """Split every executed notebook by language and write one self-contained page per language."""
+    folder = paths.results(profile)
+    executed = {name: nbformat.read(executed_path(profile, name), as_version=4) for name in PAGE_ORDER}
+    pages = []
+    for language in LANGUAGES:
+        parts = [render.split(notebook, language) for notebook in executed.values()]
+        for name, part in zip(executed, parts):
+            nbformat.write(part, folder / f"{name}.{language}.ipynb")
+        page = folder / f"article.{language}.html"
+        page.write_text(render.page(parts, language), encoding="utf-8")
+        pages.append(page)
+    return pages

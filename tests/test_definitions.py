@@ -1,0 +1,68 @@
+"""A slip in these definitions would falsify every chart, so each is held against a stream worked out by hand."""
+
+import pytest
+
+from kvlab.analyse import definitions as d
+
+
+def record(times, counts=None, **more):
+    return {"status": "ok", "arrival_times_s": times, "chunk_tokens": counts or [1] * len(times), **more}
+
+
+def test_tpot_is_time_after_the_first_token_over_the_tokens_after_it():
+    r = record([0.5, 0.6, 0.8])
+    assert (d.ttft_s(r), d.e2e_s(r)) == (0.5, 0.8)
+    assert d.tpot_s(r) == pytest.approx(0.15)
+
+
+def test_br06_four_tokens_per_chunk_are_forty_tokens_not_ten():
+    r = record([0.1 * i for i in range(1, 11)], [4] * 10)
+    assert d.output_tokens(r) == 40
+    assert d.tpot_s(r) == pytest.approx(0.9 / 39)
+    assert d.tpot_after_first_chunk_s(r) == pytest.approx(0.9 / 36)
+    assert d.between_chunks_s(r)[1] == "chunks"
+
+
+def test_gaps_are_called_itl_only_where_every_chunk_is_one_counted_token():
+    assert d.between_chunks_s(record([1.0, 2.0]))[1] == "tokens"
+    assert d.between_chunks_s(record([1.0, 2.0], token_count_source="estimated"))[1] == "chunks"
+
+
+def test_br07_one_token_has_no_tpot_and_no_text_has_no_ttft():
+    assert d.tpot_s(record([0.08])) is None
+    silent = record([], [], finished_s=0.08, output_tokens=1)
+    assert (d.ttft_s(silent), d.tpot_s(silent), d.e2e_s(silent)) == (None, None, 0.08)
+
+
+def test_a_failed_request_has_no_latency_at_all():
+    r = record([0.1, 0.2]) | {"status": "failed"}
+    assert (d.ttft_s(r), d.tpot_s(r), d.e2e_s(r)) == (None, None, None)
+
+
+def test_br12_the_count_is_what_came_never_what_was_asked_for():
+    assert d.output_tokens(record([0.1, 0.2], requested_output_tokens=512)) == 2
+    assert d.output_tokens(record([0.1, 0.2], [None, None])) is None
+    assert d.output_tokens(record([0.1], [None], output_tokens=7)) == 7
+
+
+def test_paired_ratio_is_without_over_with_and_absent_when_one_is():
+    assert d.paired_ratio(6.0, 2.0) == 3.0
+    assert d.paired_ratio(None, 2.0) is None
+
+
+def served(stream, sent_s, times):
+    return record(times) | {"stream": stream, "sent_s": sent_s}
+
+
+def test_throughput_counts_the_steady_window_only():
+    # Two streams, three requests each, a token every second; stream 1 starts late and ends late.
+    requests = [served(0, 3.0 * i, [1.0, 2.0, 3.0]) for i in range(3)]
+    requests += [served(1, 2.0 + 3.0 * i, [1.0, 2.0, 3.0]) for i in range(3)]
+    assert d.steady_window_s(requests, 2) == (3.0, 9.0)
+    assert d.throughput_tokens_per_s(requests, 2) == pytest.approx(2.0)
+
+
+def test_throughput_is_absent_below_three_completions_a_stream():
+    requests = [served(s, 3.0 * i, [1.0, 2.0, 3.0]) for s in range(2) for i in range(2)]
+    assert d.throughput_tokens_per_s(requests, 2) is None
+    assert d.steady_window_s([], 1) is None

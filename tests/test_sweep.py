@@ -1,0 +1,147 @@
+"""A rerun measures what is missing: not less, not more, and never across a torn pair."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from kvlab import params, sweep
+
+ENVIRONMENT = {"environment": "e1", "boot": "b1"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_OUTPUT", str(tmp_path))
+    return sweep.Run("smoke", ENVIRONMENT)
+
+
+def smoke(**changes):
+    defaults = {name: default for name, (_, default) in params.all_declared().items()}
+    changes = {"context_lengths": [16, 32], "repetitions": 2, "step_curve_repetitions": 0} | changes
+    return sweep.SimpleNamespace(**defaults | {"profile": "smoke"} | changes)
+
+
+class FakeWorker:
+    """Stands in for the process that measures: says what it was asked for, and can be stopped in mid-pair."""
+
+    def __init__(self, stop_after=None):
+        self.asked, self.stop_after, self.opened = [], stop_after, 0
+
+    @contextmanager
+    def __call__(self):
+        self.opened += 1
+        yield self
+
+    def measure_pair(self, point, repetition, control):
+        self.asked.append((point["attention"], point["context_length"], repetition))
+        pair = f"{self.opened}/{len(self.asked)}/{id(self)}"
+        for use_cache in (True, False):
+            if self.stop_after is not None and len(self.asked) > self.stop_after and not use_cache:
+                raise KeyboardInterrupt
+            yield {
+                "experiment": "s1b",
+                "kind": "generation",
+                "point": point,
+                "repetition": repetition,
+                "status": "ok",
+                "pair": pair,
+                "control": control,
+                "use_cache": use_cache,
+            }
+
+
+def test_every_point_is_measured_once_with_a_control_first_and_last(run):
+    worker = FakeWorker()
+    sweep.on_off(run, smoke(), worker)
+    assert worker.opened == 2  # a process of its own for each repetition
+    first = worker.asked[:6]
+    assert first[0] == first[-1] == ("sdpa", 16, 1)
+    assert sorted(first[1:-1]) == [("eager", 16, 1), ("eager", 32, 1), ("sdpa", 16, 1), ("sdpa", 32, 1)]
+
+
+def test_a_rerun_with_nothing_missing_starts_no_process(run):
+    sweep.on_off(run, smoke(), FakeWorker())
+    again = FakeWorker()
+    sweep.on_off(run, smoke(), again)
+    assert again.opened == 0
+
+
+def test_an_interrupted_run_goes_on_and_a_lone_arm_is_measured_again(run):
+    stopped = FakeWorker(stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.on_off(run, smoke(repetitions=1), stopped)
+    again = FakeWorker()
+    sweep.on_off(run, smoke(repetitions=1), again)
+    assert set(again.asked[1:-1]) == {
+        ("eager", 16, 1),
+        ("eager", 32, 1),
+        ("sdpa", 16, 1),
+        ("sdpa", 32, 1),
+    } - set(stopped.asked[1:3])
+
+
+def test_one_more_length_measures_that_length_alone(run):
+    sweep.on_off(run, smoke(), FakeWorker())
+    again = FakeWorker()
+    sweep.on_off(run, smoke(context_lengths=[16, 24, 32]), again)
+    assert {length for _, length, _ in again.asked} == {16, 24}  # 16 is the control
+
+
+def test_remeasure_adds_repetitions_and_removes_nothing(run):
+    sweep.on_off(run, smoke(), FakeWorker())
+    again = FakeWorker()
+    sweep.on_off(run, smoke(remeasure=True), again)
+    assert {repetition for _, _, repetition in again.asked} == {3, 4}
+    assert len(run.store("s1b").load()) == 2 * 2 * 12
+
+
+def test_a_failure_is_measured_again_and_an_expected_shortage_of_memory_is_not(run):
+    store, p = run.store("s1b"), smoke(repetitions=1)
+    for point, status in zip(
+        [point for point, _ in sweep.on_off_points(p)], ("failed", "out_of_memory", "ok", "ok")
+    ):
+        for use_cache in (True, False):
+            store.append(
+                {"experiment": "s1b", "kind": "generation", "point": point, "repetition": 1, "status": status}
+                | {"pair": str(point), "use_cache": use_cache}
+            )
+    missing = sweep.missing(store.load(), "generation", sweep.on_off_points(p))
+    assert [(point["attention"], point["context_length"]) for point, _ in missing] == [("eager", 16)]
+
+
+def test_another_environment_starts_from_nothing(run):
+    sweep.on_off(run, smoke(), FakeWorker())
+    elsewhere = sweep.Run("smoke", ENVIRONMENT | {"environment": "e2"})
+    worker = FakeWorker()
+    sweep.on_off(elsewhere, smoke(), worker)
+    assert worker.opened == 2
+
+
+def test_the_step_curve_has_its_own_number_of_repetitions(run):
+    worker = FakeWorker()
+    p = smoke(step_curve_repetitions=1, step_curve_context_length=64, step_curve_output_tokens=9)
+    sweep.on_off(run, p, worker)
+    assert [asked for asked in worker.asked if asked[1] == 64] == [("sdpa", 64, 1)]
+
+
+class NoServer(Exception):
+    pass
+
+
+def test_a_server_that_does_not_start_is_a_record_and_the_report_goes_on(run):
+    @contextmanager
+    def open_server():
+        raise NoServer("vLLM is not installed here; install it")
+        yield
+
+    sweep.serving(run, smoke(), open_server, None, NoServer)
+    (record,) = run.store("s1").load()
+    assert (record["status"], record["kind"]) == ("failed", "server")
+    assert "not installed" in record["reason"]
+
+
+def test_s1_runs_exactly_s1bs_lengths_at_concurrency_one():
+    points = [
+        point for point, _ in sweep.serving_points(smoke(concurrencies=[1, 4], serving_context_length=32))
+    ]
+    assert [(x["concurrency"], x["context_length"]) for x in points] == [(1, 32), (4, 32), (1, 16)]
