@@ -195,11 +195,8 @@ def _friendly_y(ax, unit, language, *, from_zero=False):
         _log_y(ax, low, high, unit, language)
         return
     ax.set_ylim(0, high * 1.12 or 1)
-    locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
-    ax.yaxis.set_major_locator(locator)
-    divisor, symbol = prose.scale(high, unit)
-    form = (lambda v: prose.friendly(v, unit, language)) if unit in ("x", "rate") else lambda v: f"{v / divisor:g} {symbol}"
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value) if value else "0"))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, high, unit, language)))
 
 
 def _log_y(ax, low, high, unit, language):
@@ -212,12 +209,15 @@ def _log_y(ax, low, high, unit, language):
     ticks = [tick for tick in ticks if low / 1.25 <= tick <= high * 1.4]
     ax.yaxis.set_major_locator(FixedLocator(ticks[::math.ceil(len(ticks) / 8)]))
     ax.yaxis.set_minor_locator(NullLocator())
-    form = (lambda v: _bare_ratio(v, language)) if unit == "x" else lambda v: prose.friendly(v, unit, language)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, value, unit, language)))
 
 
-def _bare_ratio(value, language):
-    return prose.plain("unit.ratio", language, number=f"{value:g}")
+def _tick(value, largest, unit, language):
+    """A tick in the unit that suits `largest`: "33 ms", "4x"; a rate is bare, its unit stands in the title."""
+    if unit == "x":
+        return prose.plain("unit.ratio", language, number=f"{value:g}")
+    divisor, symbol = prose.scale(largest, unit)
+    return f"{value / divisor:g} {symbol}".rstrip() if value else "0"
 
 
 def _nothing(ax, language):
@@ -232,11 +232,11 @@ def _nothing(ax, language):
 @chart
 def mechanism(language):
     """The drawn explanation: what prefill and each decode step compute, and what they read from the cache."""
-    figure, axes = _panels(language, "mechanism", [_label("cache", language), _label("no_cache", language)], height=3.2)
+    figure, axes = _panels(language, "mechanism", [_label("cache", language), _label("no_cache", language)], height=2.5)
     for ax, condition in zip(axes, ("cache", "no_cache")):
         for step in range(readings.DECODE_STEPS + 1):
             _forward_pass(ax, step, condition, language)
-        ax.set(xlim=(-0.2, readings.PROMPT_TOKENS + readings.DECODE_STEPS + 3.4), ylim=(readings.DECODE_STEPS + 1.75, -0.1),
+        ax.set(xlim=(-0.2, readings.PROMPT_TOKENS + readings.DECODE_STEPS + 3.6), ylim=(readings.DECODE_STEPS + 1.75, -0.1),
                xticks=[], aspect="equal")
         ax.set_yticks([step + 0.5 for step in range(readings.DECODE_STEPS + 1)], [_label("prefill", language)] + [
             prose.plain("label.decode_step", language, step=step) for step in range(1, readings.DECODE_STEPS + 1)])
@@ -262,7 +262,7 @@ def _legend_squares(ax, entries, language):
     for key, colour in entries:
         ax.add_patch(Rectangle((x, y), 0.4, 0.4, facecolor=colour, linewidth=0))
         ax.text(x + 0.6, y + 0.22, _label(key, language), va="center", color="#444444", fontsize=9.5)
-        x += 4.6
+        x += 6.9
 
 
 def _arms_by_context(generations, name, value, language):
@@ -335,7 +335,7 @@ def _speedup_axes(ax, rows, value, labels, language):
     ceiling = rows.groupby("context_length")["output_tokens"].max()
     if value == "total_speedup":
         ax.y_data += list(ceiling)
-        ax.plot(ceiling.index, ceiling, color=COLOUR["reference"], linestyle=":", marker="_", markersize=9, linewidth=1.4)
+        ax.plot(ceiling.index, ceiling, color=COLOUR["reference"], linestyle=":", drawstyle="steps-mid", linewidth=1.6)
         labels = [*labels, (ceiling.iloc[-1], _label("ceiling", language), "#6A6A6A")]
     ax.axhline(1, color=COLOUR["reference"], linewidth=1)
     _octaves(ax, rows["context_length"], language, "context_length")
@@ -379,7 +379,7 @@ def phase_share(generations, language):
     kernels = readings.kernels(rows) or [""]
     titles = [f"{_label(arm, language)} · {_kernel_label(kernel, language)}" for kernel in kernels for arm in ("cache", "no_cache")]
     lengths = max(1, rows["context_length"].nunique())
-    figure, axes = _panels(language, "phase_share", titles, rows=len(kernels), height=0.9 + 0.34 * lengths)
+    figure, axes = _panels(language, "phase_share", titles, rows=len(kernels), height=0.8 + 0.32 * lengths, sharex=True)
     for ax, (kernel, arm) in zip(axes, [(kernel, arm) for kernel in kernels for arm in ("cache", "no_cache")]):
         _stacked(ax, rows[(rows["attention"] == kernel) & (rows["use_cache"] == (arm == "cache"))], arm, language)
     for ax in axes[-2:]:
@@ -398,14 +398,14 @@ def _stacked(ax, rows, condition, language):
     ax.barh(heights, share, color=_tint(COLOUR[condition], 0.65), height=0.72)
     ax.barh(heights, 1 - share, left=share, color=COLOUR[condition], height=0.72)
     for height, part in zip(heights, share):
-        ax.text(max(part - 0.015, 0.015), height, prose.friendly(part, "%", language), va="center", fontsize=8.5,
-                ha="right" if part > 0.16 else "left", color="#222222" if part > 0.16 else "white")
+        inside = part > 0.16
+        ax.text(part + (-0.015 if inside else 0.015), height, prose.friendly(part, "%", language), va="center", fontsize=8.5,
+                ha="right" if inside else "left", color="#222222" if inside else "white")
     ax.text(0.0, 1.0, _label("prefill", language), transform=ax.transAxes, fontsize=9, color="#555555", va="bottom")
     ax.text(1.0, 1.0, _label("decode", language), transform=ax.transAxes, fontsize=9, color=COLOUR[condition], va="bottom", ha="right")
     ax.set_title(ax.get_title(loc="left"), pad=19)
     ax.set_yticks(heights, [f"{context:,} + {output:,}" for _, context, output in share.index])
-    ax.invert_yaxis()
-    ax.set_xlim(0, 1)
+    ax.set(xlim=(0, 1), ylim=(len(share) - 0.5, -0.5))
     ax.xaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.0f} %"))
     ax.grid(False)

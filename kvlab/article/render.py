@@ -1,0 +1,223 @@
+"""Executed notebooks to one self-contained HTML page per language."""
+
+import base64
+import copy
+import re
+from pathlib import Path
+
+import nbformat
+from bs4 import BeautifulSoup
+from markupsafe import Markup
+from nbconvert import HTMLExporter
+from nbconvert.filters import strip_ansi
+
+from kvlab.article import prose
+
+PAGE = Path(__file__).parent / "page"
+LANG = {"zh": "zh-CN", "en": "en"}
+STREAM_LINES = 20  # a cell keeps its last lines of output
+SVG_LIMIT_BYTES = 250_000  # a larger drawing enters the page as PNG
+MACHINE_PATH = re.compile(r"(?<![\w:/.<])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])")
+PROGRESS = re.compile(r"\d{1,3}(\.\d+)?\s?%\s*[|\[━█#]|^[\s\[\]|█━#=>.-]*\d{1,3}(\.\d+)?\s?%[\s\[\]|█━#=>.-]*$")
+OBJECT_TEXT = re.compile(r"^<[\w.]+ (size|object|at 0x)|^[A-Z]\w*\(children=|^\w*(Progress|Slider|Box)\(")
+FURNITURE_TAGS = {"papermill-error-cell-tag", "injected-parameters"}
+KEPT_DATA = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain")
+
+
+# --- one language of an executed notebook
+
+
+def split(notebook, language):
+    """A copy that reads in one language: its cells and outputs and the untagged ones, without debris or machine paths."""
+    page = copy.deepcopy(notebook)
+    injected = [cell.source for cell in page.cells if "injected-parameters" in _tags(cell)]
+    page.cells = [_clean(cell, language, injected) for cell in page.cells if _wanted(cell, language)]
+    page.metadata = nbformat.from_dict({
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python"}, "kvlab": {"language": language}})
+    return page
+
+
+def _tags(cell):
+    return set(cell.metadata.get("tags", []))
+
+
+def _wanted(cell, language):
+    spoken = _tags(cell) & set(prose.LANGUAGES)
+    return (not spoken or language in spoken) and not _tags(cell) & FURNITURE_TAGS
+
+
+def _clean(cell, language, injected):
+    if cell.cell_type == "code":
+        cell.outputs = _outputs(cell.outputs, language)
+        if "parameters" in _tags(cell):  # the values that were used stand below the defaults, in one cell
+            cell.source = without_machine_paths("\n\n".join([cell.source, *injected]))
+    cell.metadata = nbformat.from_dict({"tags": sorted(_tags(cell))} if _tags(cell) else {})
+    return cell
+
+
+def _outputs(outputs, language):
+    kept = [output for output in outputs if _spoken(output, language)]
+    stream = [output.text for output in kept if output.output_type == "stream" and output.name == "stdout"]
+    kept = [cleaned for output in kept if output.output_type != "stream" and (cleaned := _output(output))]
+    text = stdout_text("".join(stream), language)
+    return ([nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []) + kept
+
+
+def _spoken(output, language):
+    return output.get("metadata", {}).get("kvlab", {}).get("language", language) == language
+
+
+def _output(output):
+    """The output without what a page cannot show; None when nothing is left."""
+    if output.output_type == "error":
+        output.evalue = without_machine_paths(strip_ansi(output.evalue))
+        output.traceback = [without_machine_paths(strip_ansi(line)) for line in output.traceback]
+        return output
+    data = output.data
+    widget = any("widget" in mimetype for mimetype in data)
+    output.data = {mimetype: data[mimetype] for mimetype in KEPT_DATA if mimetype in data}
+    if "text/plain" in output.data:
+        output.data["text/plain"] = without_machine_paths(output.data["text/plain"])
+    bare = set(output.data) <= {"text/plain"}
+    if widget or not output.data or (bare and OBJECT_TEXT.match(output.data["text/plain"])):
+        return None
+    return output
+
+
+def stdout_text(text, language):
+    """What a terminal would show in the end: carriage returns obeyed, progress frames gone, the last lines only."""
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in strip_ansi(text).split("\n")]
+    lines = [without_machine_paths(line) for line in lines if line.strip() and not PROGRESS.search(line)]
+    if len(lines) > STREAM_LINES:
+        left_out = prose.plain("page.truncated", language, lines=len(lines) - STREAM_LINES + 1)
+        lines = [left_out, *lines[1 - STREAM_LINES:]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def without_machine_paths(text):
+    """/home/me/lab/kvlab/sweep.py becomes sweep.py."""
+    return MACHINE_PATH.sub("", text)
+
+
+# --- the page
+
+
+def page(notebooks, language, title, *, provenance=None, warnings=(), other_language_href=""):
+    """One HTML document that needs nothing but itself; `provenance` is {name: value}, `warnings` are sentences."""
+    article = nbformat.v4.new_notebook(cells=[cell for each in notebooks for cell in split(each, language).cells])
+    for cell in article.cells:
+        for output in cell.get("outputs", []):
+            _add_source_line(output, language)
+    words = {key: prose.plain(f"page.{key}", language) for key in (
+        "skip", "contents", "code", "other_language", "warnings", "provenance", "error")}
+    other = next(each for each in prose.LANGUAGES if each != language)
+    resources = {"page": {
+        "lang": LANG[language], "other_lang": LANG[other], "title": title, "words": words,
+        "warnings": list(warnings), "provenance": list((provenance or {}).items()), "other_language_href": other_language_href,
+        "css": (PAGE / "page.css").read_text(encoding="utf-8"), "js": (PAGE / "page.js").read_text(encoding="utf-8")}}
+    return _finish(_exporter().from_notebook_node(article, resources=resources)[0], language)
+
+
+def _exporter():
+    exporter = HTMLExporter(template_name="page", extra_template_basedirs=[str(PAGE.parent)], exclude_anchor_links=True)
+    exporter.register_filter("image_uri", image_uri)
+    return exporter
+
+
+def _add_source_line(output, language):
+    tags = output.get("metadata", {}).get("kvlab", {})
+    if tags.get("source"):
+        tags["source_line"] = prose.plain("page.source", language, source=tags["source"])
+
+
+def image_uri(data):
+    """The picture as a data URI: the drawing where it is small enough, else the PNG."""
+    svg = "".join(data.get("image/svg+xml", "")).encode()
+    if svg and (len(svg) <= SVG_LIMIT_BYTES or "image/png" not in data):
+        return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+    return "data:image/png;base64," + "".join(data["image/png"].split())
+
+
+def _finish(document, language):
+    """Numbers the figures, gives headings their level and anchor, fills the contents, lets nothing reach for the net."""
+    soup = BeautifulSoup(document, "html.parser")
+    main = soup.find("main")
+    for element in main.find_all(["script", "link", "iframe", "object", "embed", "style"]):
+        element.decompose()
+    for image in main.find_all("img"):
+        if not image.get("src", "").startswith("data:"):
+            image.replace_with(image.get("alt", ""))
+    _number_figures(soup, main, language)
+    headings = _settle_headings(soup, main, language)
+    _make_tables_scroll(soup, main)
+    soup.find(id="toc").details.append(_contents(soup, [*headings, soup.footer.h2]))
+    return str(soup)
+
+
+def _unique(identifier, taken):
+    number, candidate = 1, identifier
+    while candidate in taken:
+        number += 1
+        candidate = f"{identifier}-{number}"
+    taken.add(candidate)
+    return candidate
+
+
+def _anchor(soup, identifier, label):
+    anchor = soup.new_tag("a", attrs={"class": "anchor", "href": f"#{identifier}", "aria-label": label})
+    anchor.string = "#"
+    return anchor
+
+
+def _number_figures(soup, main, language):
+    taken, word = set(), prose.plain("page.figure", language)
+    for number, figure in enumerate(main.find_all("figure"), start=1):
+        figure["id"] = _unique(figure.get("id", f"fig-{number}"), taken)
+        label = soup.new_tag("strong")
+        label.string = f"{word} {number}. " if language == "en" else f"{word} {number}　"
+        figure.figcaption.insert(0, label)
+        figure.figcaption.append(_anchor(soup, figure["id"], f"{word} {number}"))
+        image = figure.img
+        image["alt"] = image.get("alt") or f"{word} {number}"
+
+
+def _settle_headings(soup, main, language):
+    """The page's title is the only h1: headings of notebooks move down one level and skip none."""
+    level, taken = 1, {"article", "toc", "provenance"}
+    headings = main.find_all(re.compile("^h[1-6]$"))
+    for heading in headings:
+        level = min(int(heading.name[1]) + 1, level + 1, 6)
+        heading.name = f"h{level}"
+        text = heading.get_text().strip()
+        heading["id"] = _unique(re.sub(r"[^\w]+", "-", text.lower()).strip("-") or "section", taken)
+        heading.append(_anchor(soup, heading["id"], f"{prose.plain('page.anchor', language)}: {text}"))
+    return headings
+
+
+def _make_tables_scroll(soup, main):
+    for table in main.find_all("table"):
+        for cell in table.select("thead th"):
+            cell["scope"] = "col"
+        table.wrap(soup.new_tag("div", attrs={"class": "scroll", "tabindex": "0"}))
+    for block in main.find_all("pre"):
+        block["tabindex"] = "0"
+
+
+def _contents(soup, headings):
+    """A list of the sections (h2) with their parts (h3)."""
+    entries, within = soup.new_tag("ol"), None
+    for heading in headings:
+        if heading.name not in ("h2", "h3"):
+            continue
+        entry, link = soup.new_tag("li"), soup.new_tag("a", href=f"#{heading['id']}")
+        link.string = heading.get_text().removesuffix("#").strip()
+        entry.append(link)
+        if heading.name == "h2" or within is None:
+            within = entry
+            entries.append(entry)
+        else:
+            if within.ol is None:
+                within.append(soup.new_tag("ol"))
+            within.ol.append(entry)
+    return entries
