@@ -1,0 +1,251 @@
+"""S1b's primitive: one greedy generation, every token timed, with the KV cache or without it."""
+
+import inspect
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy
+import torch
+import transformers
+
+from kvlab import models, prompts
+from kvlab.measure import memory, timing
+
+CACHES = ("dynamic", "static")
+_warm: WeakKeyDictionary = WeakKeyDictionary()  # model -> the shape families it has already run
+_arms_run = itertools.count()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one generation showed, nothing derived; with a batch, `token_ids` holds a list per step."""
+
+    arrival_times_s: list[float]
+    device_times_s: list[float] | None
+    input_lengths: list[int]
+    cache_lengths: list[int | None]
+    token_ids: list
+    top2_margins: list[float]
+    fed_sequence: bool
+    kv_cache_bytes: int | None
+    logits: list[torch.Tensor]  # per step (batch, vocabulary), kept only for a fed sequence
+
+
+def generate(
+    model: torch.nn.Module,
+    prompt_ids: Sequence,
+    output_tokens: int,
+    use_cache: bool,
+    synchronize: Callable[[], None],
+    feed: Sequence | None = None,
+    cache: str = "dynamic",
+) -> Generation:
+    """Generate exactly `output_tokens` tokens greedily; no token ends it early.
+
+    `prompt_ids` is one list of ids or one per sequence of a batch. With `feed` (same nesting, output_tokens
+    long) these tokens go in instead of the model's own choices, which are recorded all the same.
+    Raises ValueError when prompt and output exceed the model's positions.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor(prompt_ids, device=device)
+    ids = ids.reshape(-1, ids.shape[-1])  # (batch, prompt_tokens)
+    fed = None if feed is None else torch.tensor(feed, device=device).reshape(len(ids), -1)
+    _check_positions(model, ids.shape[-1], output_tokens)
+    last_logits = _last_logits_function(model)
+    past = _new_cache(model, cache, len(ids), ids.shape[-1] + output_tokens) if use_cache else None
+    watch = timing.Stopwatch(synchronize, device_events=device.type == "cuda")
+    input_lengths, cache_lengths, token_ids, margins, kept = [], [], [], [], []
+    with torch.inference_mode(), _observed_inputs(model) as seen:
+        step_ids = ids
+        watch.start()  # the device is idle: the clock runs from the launch of the prefill forward
+        for step in range(output_tokens):
+            logits, past = last_logits(step_ids, past, use_cache)
+            best, choice = logits.max(dim=-1)  # (batch,): greedy
+            token_ids.append(choice.tolist())  # the host holds the token now
+            watch.stamp()  # step 0: this interval is the TTFT; later ones: the time of one decode step
+            # From here to the next launch only notes are taken; they are read when the clock has stopped.
+            input_lengths.append(max(seen, default=step_ids.shape[-1]))
+            seen.clear()
+            cache_lengths.append(None if past is None else memory.cache_length(past))
+            if fed is not None:
+                kept.append(logits.cpu())
+            margins.append(best - logits.scatter(-1, choice[:, None], -torch.inf).amax(dim=-1))
+            following = choice[:, None] if fed is None else fed[:, step : step + 1]  # (batch, 1)
+            step_ids = following if use_cache else torch.cat([step_ids, following], dim=-1)
+    return Generation(
+        arrival_times_s=watch.times_s,
+        device_times_s=watch.device_times_s(),
+        input_lengths=input_lengths,
+        cache_lengths=cache_lengths,
+        token_ids=[step[0] for step in token_ids] if len(ids) == 1 else token_ids,
+        top2_margins=[float(margin.min()) for margin in margins],
+        fed_sequence=fed is not None,
+        kv_cache_bytes=None if past is None else memory.kv_cache_bytes(past),
+        logits=kept,
+    )
+
+
+def _check_positions(model: torch.nn.Module, prompt_tokens: int, output_tokens: int) -> None:
+    limit = models.max_positions(model.config)
+    if output_tokens < 1 or prompt_tokens + output_tokens > limit:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and {output_tokens} output tokens"
+            f" do not fit the model's {limit} positions"
+        )
+
+
+def _last_logits_function(model: torch.nn.Module) -> Callable:
+    """Return a forward pass that computes the last position's logits only, as the class offers it."""
+    parameters = inspect.signature(model.forward).parameters
+    limit = next((name for name in ("logits_to_keep", "num_logits_to_keep") if name in parameters), None)
+
+    def with_limit(ids: torch.Tensor, past: object, use_cache: bool) -> tuple:
+        answer = model(input_ids=ids, past_key_values=past, use_cache=use_cache, **{limit: 1})
+        return answer.logits[:, -1], answer.past_key_values
+
+    def base_and_head(ids: torch.Tensor, past: object, use_cache: bool) -> tuple:
+        answer = model.base_model(input_ids=ids, past_key_values=past, use_cache=use_cache)
+        return model.get_output_embeddings()(answer.last_hidden_state[:, -1]), answer.past_key_values
+
+    return with_limit if limit else base_and_head
+
+
+def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) -> object:
+    """Return an empty cache of the model's own layout; a static one has room for exactly this generation."""
+    if kind not in CACHES:
+        raise ValueError(f"unknown cache {kind!r}; choose one of {', '.join(CACHES)}")
+    if kind == "dynamic":
+        knows_layers = "config" in inspect.signature(transformers.DynamicCache).parameters
+        return transformers.DynamicCache(**({"config": model.config} if knows_layers else {}))
+    older = {"max_batch_size": batch_size, "device": model.device, "dtype": model.dtype}
+    takes = inspect.signature(transformers.StaticCache).parameters
+    known = {name: value for name, value in older.items() if name in takes}
+    return transformers.StaticCache(config=model.config, max_cache_len=length, **known)
+
+
+@contextmanager
+def _observed_inputs(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Collect how many tokens per sequence really enter the model's embedding, whatever was asked for."""
+    seen: list[int] = []
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model
+
+    def note(_: torch.nn.Module, inputs: tuple) -> None:
+        if inputs:
+            seen.append(inputs[0].shape[-1])
+
+    hook = embedding.register_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def measure_pair(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> list[dict]:
+    """Run the point with and without cache, in random order, and return one raw record per arm.
+
+    Memory that runs out, a refused point and a failing model become records with status and reason.
+    """
+    return _measure_arms(model, point, rng, really_cached={True: True, False: False})
+
+
+def measure_negative_control(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> list[dict]:
+    """Run a pair that must be refused: labelled like any other, but the cache is off in both arms."""
+    records = _measure_arms(model, point, rng, really_cached={True: False, False: False})
+    return [{**record, "negative_control": True} for record in records]
+
+
+def _measure_arms(
+    model: torch.nn.Module, point: dict, rng: numpy.random.Generator, really_cached: dict[bool, bool]
+) -> list[dict]:
+    inputs = _inputs(model, point, rng)
+    warmup_forwards = _warm_up(model, point, inputs)
+    pair, records, logits = uuid.uuid4().hex, [], []
+    for label in rng.permutation([True, False]).tolist():
+        raw, kept = _measure_arm(model, point, really_cached[label], inputs)
+        shared = {"kind": "generation", "point": point, "use_cache": label, "pair": pair,
+                  "order": next(_arms_run), "warmup_forwards": warmup_forwards}  # fmt: skip
+        records.append({**shared, "negative_control": False, **raw})
+        logits.append(kept)
+    differences = _logit_differences(*logits)
+    return [{**record, "logit_differences": differences} for record in records]
+
+
+def _inputs(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> dict:
+    """Draw the prompts and, where rounding may part the arms (16-bit dtypes), the tokens fed to both."""
+    seed, rows = int(rng.integers(2**31)), range(point.get("batch_size", 1))
+    special = [getattr(model.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    forbidden = [int(number) for number in numpy.hstack(special) if number is not None]
+    vocab_size = model.config.get_text_config().vocab_size
+
+    def draw(length: int, first: int) -> list[list[int]]:
+        return [prompts.token_ids(length, seed, first + row, vocab_size, forbidden) for row in rows]
+
+    feed = None if point["dtype"] == "float32" else draw(point["output_tokens"], len(rows))
+    return {"prompt_ids": draw(point["context_length"], 0), "feed": feed}
+
+
+def _warm_up(model: torch.nn.Module, point: dict, inputs: dict) -> int:
+    """Run each shape family once per process, untimed: a prefill of this length and one step of one token.
+
+    A step without cache has the shape of a prefill, so two forwards cover both arms. Returns their number.
+    """
+    names = ("attention", "cache", "context_length", "batch_size")
+    family = tuple(point.get(name) for name in names)
+    if family not in _warm.setdefault(model, set()):
+        _warm[model].add(family)
+        warm_point = {**point, "output_tokens": 2}
+        _measure_arm(model, warm_point, True, {"prompt_ids": inputs["prompt_ids"], "feed": None})
+    return 2
+
+
+def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: dict) -> tuple[dict, list]:
+    """Run one generation; return its raw record and, for a fed sequence, the logits of each step."""
+    device = next(model.parameters()).device
+    memory.give_back()
+    baseline_bytes, memory_source = memory.resident_set_bytes(), memory.start_peak(device)
+    cpu_time_s = time.process_time()  # all threads of this process
+    asked = {"output_tokens": point["output_tokens"], "cache": point.get("cache", "dynamic"), **inputs}
+    synchronize = timing.synchronizer(device)
+    generation, status, reason = _attempt(
+        lambda: generate(model, use_cache=use_cache, synchronize=synchronize, **asked)
+    )
+    cpu_time_s = time.process_time() - cpu_time_s
+    peak_bytes, resident_bytes = memory.peak_bytes(device, memory_source), memory.resident_set_bytes()
+    shown = vars(generation) if generation else dict.fromkeys(Generation.__dataclass_fields__)
+    raw = {name: value for name, value in shown.items() if name != "logits"} | {
+        "status": status, "reason": reason, "chunk_tokens": generation and [1] * len(generation.token_ids),
+        "token_count_source": "exact", "parameter_bytes": memory.parameter_bytes(model),
+        "peak_memory_bytes": peak_bytes, "memory_source": memory_source, "cpu_time_s": cpu_time_s,
+        "resident_set_bytes": resident_bytes, "resident_set_before_bytes": baseline_bytes,
+    }  # fmt: skip
+    memory.give_back()
+    return raw, generation.logits if generation else []
+
+
+def _attempt(run: Callable[[], Generation]) -> tuple[Generation | None, str, str | None]:
+    """Return the result with its status and reason; the failed run's tensors are free when this returns."""
+    try:
+        return run(), "ok", None
+    except ValueError as error:
+        return None, "refused", str(error)
+    except (RuntimeError, MemoryError, TypeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return None, "out_of_memory" if is_out_of_memory(error) else "failed", reason
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory ran out, on a device or in the host's allocator."""
+    signs = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+
+
+def _logit_differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[float] | None:
+    """Return the arms' largest logit difference per step; None unless both were fed the same sequence."""
+    if not one or len(one) != len(other):
+        return None
+    return [float((a.float() - b.float()).abs().max()) for a, b in zip(one, other, strict=True)]

@@ -1,0 +1,210 @@
+"""A child process that holds the model: its memory and threads are its own, and it dies with its parent."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import kvlab
+from kvlab.models import ModelSource
+
+STOP_WAIT_S = 5.0
+
+
+class Worker:
+    """Measure pairs in a child process, started at the first call and again after it died.
+
+    Use it as a context manager; leaving it, Ctrl-C included, ends the child. A point that kills the child is
+    a record with status `failed`; only `facts` raises (RuntimeError) when the model cannot be loaded.
+    """
+
+    def __init__(
+        self, model_source: ModelSource, dtype: str, device: str, threads: int, seed: int = 0
+    ) -> None:
+        self._setup = {"source": asdict(model_source), "dtype": dtype, "device": device, "threads": threads}
+        self._seed = seed
+        self._child: subprocess.Popen | None = None
+        self._arms_run = 0
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None while there is no child."""
+        return self._child.pid if self._child and self._child.poll() is None else None
+
+    def facts(self, attention: str = "sdpa") -> dict:
+        """Load the model and return its revision, stored type, dtype, parameter bytes and versions."""
+        answer = self._ask({"ask": "facts", "attention": attention})
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["facts"]
+
+    def measure_pair(
+        self, point: dict, repetition: int, control: bool = False, negative_control: bool = False
+    ) -> list[dict]:
+        """Return both arms' raw records; prompt and order follow from seed, point and repetition."""
+        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+        ask = "measure_negative_control" if negative_control else "measure_pair"
+        answer = self._ask({"ask": ask, "point": point, "entropy": entropy})
+        records = answer.get("records") or _failed_pair(point, answer, negative_control)
+        for record in records:
+            record |= {"repetition": repetition, "control": control, "order": self._arms_run}
+            self._arms_run += 1
+        return records
+
+    def stop(self) -> None:
+        """End the child if there is one."""
+        if self._child is None:
+            return
+        child, self._child = self._child, None
+        child.stdin.close()  # the child takes this as the end, in the middle of work too
+        try:
+            child.wait(STOP_WAIT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdout.close()
+        self._errors.close()
+
+    def _ask(self, request: dict) -> dict:
+        if self.pid is None:
+            self.stop()
+            self._start()
+        try:
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:  # Ctrl-C above all: the child must not work on for nobody
+            self._child.kill()
+            self.stop()
+            raise
+        if not line.endswith("\n"):
+            return {"status": "failed", "error": self._how_it_ended()}
+        return json.loads(line)
+
+    def _start(self) -> None:
+        path = os.pathsep.join([str(Path(kvlab.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        threads = str(self._setup["threads"])
+        environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": threads}
+        self._errors = tempfile.TemporaryFile()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "kvlab.measure.worker", json.dumps(self._setup)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=environment, start_new_session=True)  # fmt: skip  # Ctrl-C reaches the parent alone
+
+    def _how_it_ended(self) -> str:
+        code = self._child.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        self.stop()
+        if code < 0:
+            return f"worker killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"worker ended with exit code {code}: {said[-1] if said else 'it said nothing'}"
+
+
+def _failed_pair(point: dict, answer: dict, negative_control: bool) -> list[dict]:
+    shared = {"kind": "generation", "point": point, "pair": uuid.uuid4().hex,
+              "negative_control": negative_control, "status": answer["status"],
+              "reason": answer["error"]}  # fmt: skip
+    return [{**shared, "use_cache": use_cache} for use_cache in (True, False)]
+
+
+class _ChildSession:
+    """The child's side: one model at a time, its attention kernel changed in place where that works."""
+
+    def __init__(self, source: dict, dtype: str, device: str, threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        self._source, self._dtype, self._device = ModelSource(**source), dtype, device
+        self._model, self._attention = None, None
+        self._process = uuid.uuid4().hex  # tells a record's process apart from others
+
+    def answer(self, request: dict) -> dict:
+        """Answer one request; whatever goes wrong here is this request's failure and no other's."""
+        from kvlab.measure.decoding import is_out_of_memory
+
+        try:
+            return getattr(self, f"_{request.pop('ask')}")(**request)
+        except Exception as error:  # the process's border: the parent makes a record of it
+            refused = "refused" if isinstance(error, ValueError) else "failed"
+            status = "out_of_memory" if is_out_of_memory(error) else refused
+            return {"error": f"{type(error).__name__}: {error}", "status": status}
+
+    def _facts(self, attention: str) -> dict:
+        import torch
+        import transformers
+
+        from kvlab import models
+        from kvlab.measure.memory import parameter_bytes
+
+        model = self._loaded(attention)
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        known = models.facts(self._source) | {"dtype": self._dtype, "parameter_bytes": parameter_bytes(model)}
+        return {"facts": known | versions | {"threads": torch.get_num_threads()}}
+
+    def _measure_pair(self, point: dict, entropy: list[int]) -> dict:
+        return self._measured("measure_pair", point, entropy)
+
+    def _measure_negative_control(self, point: dict, entropy: list[int]) -> dict:
+        return self._measured("measure_negative_control", point, entropy)
+
+    def _measured(self, primitive: str, point: dict, entropy: list[int]) -> dict:
+        import numpy
+
+        from kvlab.measure import decoding
+
+        model = self._loaded(point["attention"])
+        records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
+        return {"records": [record | {"process": self._process} for record in records]}
+
+    def _loaded(self, attention: str) -> object:
+        from kvlab import models
+
+        if self._model is None or (attention != self._attention and not self._switched(attention)):
+            self._model = None  # two copies of the weights may not fit
+            self._model = models.load(self._source, self._dtype, self._device, attention)
+        self._attention = attention
+        return self._model
+
+    def _switched(self, attention: str) -> bool:
+        from kvlab import models
+
+        return models.switch_attention(self._model, attention)
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    requests: queue.Queue = queue.Queue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    session = _ChildSession(**json.loads(sys.argv[1]))
+    while True:
+        answers.write(json.dumps(session.answer(requests.get())) + "\n")
+        answers.flush()
+
+
+def _read_requests(requests: queue.Queue) -> None:
+    """Pass requests on; when the pipe closes, the parent is gone, however it died, and so are we."""
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()
