@@ -17,7 +17,7 @@ from kvlab.measure import guard
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
-PROBE_TIMEOUT_S = 10.0
+LISTING_TIMEOUT_S, TOKEN_TIMEOUT_S = 2.0, 10.0
 REPORT_INTERVAL_S = 10.0
 LOG_TAIL_LINES = 12
 
@@ -208,18 +208,18 @@ class VllmServer:
 
     def _answers(self):
         """True once our own process has made one token; ServerError if the port belongs to another server."""
-        listing = self._ask("GET", "/v1/models")
+        listing = self._ask("GET", "/v1/models", LISTING_TIMEOUT_S)
         if listing is None:
             return False
         if self._secret_name not in [model.get("id") for model in listing.get("data") or []]:
             raise self._failure("port_taken", f"another server answers on port {self.port}: start ours again")
         question = {"model": self._secret_name, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0.0}
-        answer = self._ask("POST", "/v1/completions", question)
+        answer = self._ask("POST", "/v1/completions", TOKEN_TIMEOUT_S, question)
         return bool(answer and answer.get("choices"))
 
-    def _ask(self, method, path, body=None):
+    def _ask(self, method, path, timeout_s, body=None):
         """The JSON object of one answer, {} for an answer of another kind, None while there is none."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=PROBE_TIMEOUT_S)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})

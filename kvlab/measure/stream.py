@@ -176,8 +176,8 @@ def _read_events(body, arrival_s):
         count, prompt = (_count_in(event, key) for key in ("completion_tokens", "prompt_tokens"))
         total = total if count is None else count
         prompt_tokens = prompt_tokens if prompt is None else prompt
-        choices = [choice for choice in event.get("choices") or [] if isinstance(choice, dict)]
-        if choices:
+        choices = event.get("choices")
+        if isinstance(choices, list) and choices:
             chunks.append(_chunk(choices, count, at_s))
     answer = _count(chunks, total)
     finished = answer.finish_reason is not None or done
@@ -199,16 +199,19 @@ def _error_message(name, event):
     return None
 
 
+def _object(value):
+    return value if isinstance(value, dict) else {}
+
+
 def _count_in(event, key):
-    usage = event.get("usage")
-    count = usage.get(key) if isinstance(usage, dict) else None
+    count = _object(event.get("usage")).get(key)
     return count if isinstance(count, int) else None
 
 
 def _chunk(choices, count, at_s):
     text, carries, finish_reason = "", False, None
-    for choice in choices:
-        delta = choice.get("delta") or {}
+    for choice in map(_object, choices):
+        delta = _object(choice.get("delta"))
         parts = [choice.get("text"), *(delta.get(key) for key in DELTA_TEXT)]
         text += "".join(part for part in parts if isinstance(part, str))
         carries = carries or any(parts)
