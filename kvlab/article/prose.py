@@ -1,4 +1,4 @@
-"""Sentences in two languages: a table per language, with numbers filled in from records and formatted for people."""
+"""Sentences in two languages: a table per language, with numbers filled in and formatted for people."""
 
 import functools
 import html
@@ -14,6 +14,7 @@ from markupsafe import Markup
 LANGUAGES = ("zh", "en")
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+UNIT_SPACE = re.compile(r"(?<=\d) (?=[^\W\d]|%)|(?<=\bn) (?==)|(?<==) (?=\d)")  # where no line may break
 MARKDOWN_SIGNS = re.compile(r"[\\`*_\[\]|~#$!]")
 
 
@@ -70,7 +71,7 @@ def _with_unit(number, symbol, unit, language):
 
 
 def friendly(value, unit="", language="en"):
-    """A number for people. Units: "s", "B", "x" (ratio), "%" (value 0..1), "rate" (tokens/s), "count", "" (plain)."""
+    """A number for people; units: s, B, x (ratio), % (of a value 0..1), rate (tokens/s), count or none."""
     if value is None or not math.isfinite(value):
         return table_of(language)["interval.absent"]
     divisor, symbol = scale(value, unit)
@@ -79,7 +80,7 @@ def friendly(value, unit="", language="en"):
 
 
 def friendly_interval(estimate, unit, language="en"):
-    """"5.2x (95 % interval 5.0 to 5.4, n = 6)" from anything with n, median, low, high (and stability)."""
+    """ "5.2x (95 % interval 5.0 to 5.4, n = 6)" from anything with n, median, low, high (and stability)."""
     median, n = friendly(estimate.median, unit, language), str(int(estimate.n))
     if any(end is None or not math.isfinite(end) for end in (estimate.median, estimate.low, estimate.high)):
         text = plain("interval.short", language, median=median, n=n)
@@ -91,7 +92,7 @@ def friendly_interval(estimate, unit, language="en"):
 
 
 def _ends(estimate, unit):
-    """Both ends on the median's scale, with as many decimals as it takes (two more at most) to tell them apart."""
+    """Both ends on the median's scale, with up to two more decimals where it takes them to differ."""
     divisor, _ = scale(estimate.median, unit)
     fewest = _decimals(estimate.median / divisor, unit)
     for decimals in range(fewest, fewest + 3):
@@ -123,7 +124,8 @@ class _Sentence(string.Formatter):
         return numbers[key]
 
     def format_field(self, value, unit):
-        return self.finish(_in_language(value, unit, self.language), is_number=not isinstance(value, (str, dict)))
+        is_number = not isinstance(value, (str, dict))
+        return self.finish(_in_language(value, unit, self.language), is_number)
 
 
 def _template(key, language):
@@ -135,7 +137,8 @@ def _template(key, language):
 
 def plain(key, language, **numbers):
     """The sentence as bare text, for chart labels and alternative texts: escape it before it enters HTML."""
-    return _Sentence(language, lambda text, is_number: str(text)).vformat(_template(key, language), (), numbers)
+    sentence = _Sentence(language, lambda text, is_number: str(text))
+    return sentence.vformat(_template(key, language), (), numbers)
 
 
 def escape(text):
@@ -150,10 +153,14 @@ def text(key, language, *, source=None, **numbers):
 
     A value is a number, an estimate (n, median, low, high), a string, or {"zh": ..., "en": ...}.
     """
+
     def finish(value, is_number):
-        if not (is_number and source):
+        if not is_number:
             return escape(value)
-        return Markup('<span class="number" title="{}">{}</span>').format(source, escape(value))
+        number = escape(UNIT_SPACE.sub("\u00a0", value))
+        marked = Markup('<span class="number" title="{}">{}</span>')
+        return marked.format(source, number) if source else number
+
     return Markup(_Sentence(language, finish).vformat(_template(key, language), (), numbers))
 
 
@@ -176,7 +183,7 @@ def say(key, language="both", *, source=None, **numbers):
 
 
 def table(rows, headings, language="both", *, source=None):
-    """Displays a table; `headings` maps a column to "text.key" or "text.key:unit", rows are dicts or a data frame."""
+    """Displays a table; rows are dicts or a data frame, `headings` maps a column to "text.key[:unit]"."""
     rows = rows.to_dict("records") if hasattr(rows, "to_dict") else list(rows)
     for each in languages(language):
         emit({"text/html": _html_table(rows, headings, each, source)}, each)
@@ -185,9 +192,8 @@ def table(rows, headings, language="both", *, source=None):
 def _html_table(rows, headings, language, source):
     columns = [(column, *f"{key}:".split(":")[:2]) for column, key in headings.items()]
     head = "".join(f'<th scope="col">{escape(plain(key, language))}</th>' for _, key, _ in columns)
-    body = "".join(
-        "<tr>" + "".join(_cell(row.get(column), unit, language, source) for column, _, unit in columns) + "</tr>"
-        for row in rows)
+    cells = [[_cell(row.get(column), unit, language, source) for column, _, unit in columns] for row in rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -202,6 +208,9 @@ def glossary(language="both"):
     """Displays the glossary as a definition list, once per language."""
     terms = [key.split(".")[1] for key in table_of("en") if re.fullmatch(r"glossary\.\w+\.name", key)]
     for each in languages(language):
-        entries = "".join(f"<dt>{escape(plain(f'glossary.{term}.name', each))}</dt>"
-                          f"<dd>{escape(plain(f'glossary.{term}.text', each))}</dd>" for term in terms)
+        entries = "".join(
+            f"<dt>{escape(plain(f'glossary.{term}.name', each))}</dt>"
+            f"<dd>{escape(plain(f'glossary.{term}.text', each))}</dd>"
+            for term in terms
+        )
         emit({"text/html": f'<dl class="glossary">{entries}</dl>'}, each)

@@ -1,4 +1,4 @@
-"""Numbers that a chart's alternative text and its computed sentence quote, from the same tidy frames as the chart."""
+"""Numbers that a chart's alternative text and computed sentence quote, from the chart's own frames."""
 
 import pandas as pd
 
@@ -34,9 +34,9 @@ def kernels(frame):
 
 
 def fair_kernel(frame):
-    """SDPA where it was measured: eager attention flatters the cache at long contexts."""
+    """SDPA where it was measured: eager attention flatters the cache at long contexts; None without rows."""
     names = kernels(frame)
-    return "sdpa" if "sdpa" in names else names[0]
+    return "sdpa" if "sdpa" in names else names[0] if names else None
 
 
 def kernel_name(attention):
@@ -53,19 +53,27 @@ def medians(frame, by, value):
 
 
 def ends(series):
-    """(first key, last key, last value over first value)."""
+    """(first key, last key, last value over first value); IndexError below two keys."""
+    if len(series) < 2:
+        raise IndexError("growth needs two values")
     return series.index[0], series.index[-1], series.iloc[-1] / series.iloc[0]
 
 
 def mechanism():
     lengths = [PROMPT_TOKENS + step for step in range(1, DECODE_STEPS + 1)]
-    return {"prompt": PROMPT_TOKENS, "steps": DECODE_STEPS, "last": lengths[-1],
-            "with_cache": DECODE_STEPS, "without_cache": sum(lengths)}
+    return {
+        "prompt": PROMPT_TOKENS,
+        "steps": DECODE_STEPS,
+        "last": lengths[-1],
+        "with_cache": DECODE_STEPS,
+        "without_cache": sum(lengths),
+    }
 
 
 def by_arm(generations, value):
     rows = of_kernel(generations)
-    cache, no_cache = (medians(rows[rows["use_cache"] == arm], "context_length", value) for arm in (True, False))
+    cache = medians(rows[rows["use_cache"] == True], "context_length", value)  # noqa: E712
+    no_cache = medians(rows[rows["use_cache"] == False], "context_length", value)  # noqa: E712
     shared = cache.index.intersection(no_cache.index)
     return kernel_name(fair_kernel(rows)), cache[shared], no_cache[shared]
 
@@ -73,14 +81,27 @@ def by_arm(generations, value):
 def tpot_by_context(generations):
     kernel, cache, no_cache = by_arm(generations, "tpot_s")
     shortest, longest, growth = ends(cache)
-    return {"kernel": kernel, "shortest": shortest, "longest": longest, "growth_cache": growth,
-            "growth_no_cache": ends(no_cache)[2], "cache": cache[longest], "no_cache": no_cache[longest]}
+    return {
+        "kernel": kernel,
+        "shortest": shortest,
+        "longest": longest,
+        "growth_cache": growth,
+        "growth_no_cache": ends(no_cache)[2],
+        "cache": cache[longest],
+        "no_cache": no_cache[longest],
+    }
 
 
 def ttft_by_context(generations):
     kernel, cache, no_cache = by_arm(generations, "ttft_s")
     ratio, longest = no_cache / cache, cache.index[-1]
-    return {"kernel": kernel, "longest": longest, "cache": cache[longest], "lowest": ratio.min(), "highest": ratio.max()}
+    return {
+        "kernel": kernel,
+        "longest": longest,
+        "cache": cache[longest],
+        "lowest": ratio.min(),
+        "highest": ratio.max(),
+    }
 
 
 def speedups_by_context(pairs):
@@ -88,17 +109,26 @@ def speedups_by_context(pairs):
     rows = of_kernel(pairs).dropna(subset=["tpot_speedup", "total_speedup"])
     longest = rows["context_length"].sort_values().iloc[-1]
     at_longest = rows[rows["context_length"] == longest]
-    return {"kernel": kernel_name(fair_kernel(kept)), "longest": longest, "refused": int(kept["refusal"].notna().sum()),
-            "output_tokens": at_longest["output_tokens"].iloc[0],
-            **{name: summary.interval(at_longest[name]) for name in ("tpot_speedup", "total_speedup")}}
+    return {
+        "kernel": kernel_name(fair_kernel(kept)),
+        "longest": longest,
+        "refused": int(kept["refusal"].notna().sum()),
+        "output_tokens": at_longest["output_tokens"].iloc[0],
+        **{name: summary.interval(at_longest[name]) for name in ("tpot_speedup", "total_speedup")},
+    }
 
 
 def step_curve(steps):
     rows = steps[steps["attention"] == fair_kernel(steps)]
     cache, no_cache = (medians(rows[rows["use_cache"] == arm], "position", "step_s") for arm in (True, False))
     first, last, growth = ends(cache.iloc[1:])  # the first decode step carries start-up costs
-    return {"kernel": kernel_name(fair_kernel(steps)), "first": first, "last": last,
-            "growth_cache": growth, "growth_no_cache": ends(no_cache.iloc[1:])[2]}
+    return {
+        "kernel": kernel_name(fair_kernel(steps)),
+        "first": first,
+        "last": last,
+        "growth_cache": growth,
+        "growth_no_cache": ends(no_cache.iloc[1:])[2],
+    }
 
 
 def shares(rows):
@@ -111,8 +141,13 @@ def phase_share(generations):
     rows = of_kernel(generations)
     cache, no_cache = shares(rows)[True], shares(rows)[False]
     longest, output_tokens = cache.index.intersection(no_cache.index)[-1]
-    return {"kernel": kernel_name(fair_kernel(rows)), "longest": longest, "output_tokens": output_tokens,
-            "cache": cache.iloc[-1], "no_cache": no_cache[(longest, output_tokens)]}
+    return {
+        "kernel": kernel_name(fair_kernel(rows)),
+        "longest": longest,
+        "output_tokens": output_tokens,
+        "cache": cache.iloc[-1],
+        "no_cache": no_cache[(longest, output_tokens)],
+    }
 
 
 def swept(frame):
@@ -125,8 +160,15 @@ def serving_by_concurrency(requests, points):
     ttft, tpot = (medians(swept(measured(requests)), "concurrency", name) for name in ("ttft_s", "tpot_s"))
     throughput = medians(swept(measured(points)), "concurrency", "throughput_tokens_per_s")
     fewest, most, growth = ends(throughput)
-    return {"fewest": fewest, "most": most, "throughput_growth": growth, "ttft_low": ttft[fewest],
-            "ttft_high": ttft[most], "tpot_low": tpot[fewest], "tpot_high": tpot[most]}
+    return {
+        "fewest": fewest,
+        "most": most,
+        "throughput_growth": growth,
+        "ttft_low": ttft[fewest],
+        "ttft_high": ttft[most],
+        "tpot_low": tpot[fewest],
+        "tpot_high": tpot[most],
+    }
 
 
 def kv_usage_by_concurrency(points):
@@ -137,23 +179,36 @@ def kv_usage_by_concurrency(points):
 
 def stacks(generations, requests):
     """(name, rows) of S1b's cached arm and of S1 with a single request in flight."""
-    cached, served = of_kernel(generations[generations["use_cache"].astype(bool)]), measured(requests)
+    cached, served = of_kernel(generations[generations["use_cache"] == True]), measured(requests)  # noqa: E712
     return ("s1b", cached), ("vllm", served[served["concurrency"] == 1])
 
 
-def growth_side_by_side(generations, requests):
+def shared_lengths(generations, requests):
     (_, cached), (_, served) = stacks(generations, requests)
-    lengths = sorted(set(cached["context_length"]) & set(served["context_length"]))
+    return sorted(set(cached["context_length"]) & set(served["context_length"]))
+
+
+def growth(rows, value):
+    """The rows with `value` relative to its median at the shortest length."""
+    middle = medians(rows, "context_length", value)
+    return rows.assign(**{value: rows[value] / middle.iloc[0]}) if len(middle) else rows
+
+
+def growth_side_by_side(generations, requests):
+    lengths = shared_lengths(generations, requests)
+    if len(lengths) < 2:
+        raise IndexError("growth needs two lengths")
     numbers = {"shortest": lengths[0], "longest": lengths[-1]}
-    for name, rows in (("s1b", cached), ("vllm", served)):
+    for name, rows in stacks(generations, requests):
         for value in ("ttft", "tpot"):
-            numbers[f"{value}_{name}"] = ends(medians(rows, "context_length", f"{value}_s")[lengths])[2]
+            series = medians(rows, "context_length", f"{value}_s")
+            numbers[f"{value}_{name}"] = series[lengths[-1]] / series[lengths[0]]
     return numbers
 
 
 def cache_sizes(generations):
-    """Measured bytes by tokens in the cache: the last output token is never fed back, so it is not in there."""
-    rows = measured(generations[generations["use_cache"].astype(bool)]).dropna(subset=["kv_cache_bytes"])
+    """Measured bytes by tokens in the cache: the last output token is never fed back."""
+    rows = measured(generations[generations["use_cache"] == True]).dropna(subset=["kv_cache_bytes"])  # noqa: E712
     tokens = (rows["context_length"] + rows["output_tokens"] - 1) * rows.get("batch_size", 1)
     return rows.assign(tokens=tokens)
 
@@ -161,5 +216,9 @@ def cache_sizes(generations):
 def kv_bytes_by_context(generations, kv_bytes_per_token):
     rows = cache_sizes(generations).sort_values("tokens")
     tokens = rows["tokens"].iloc[-1]
-    return {"tokens": tokens, "measured": rows["kv_cache_bytes"].iloc[-1],
-            "formula": kv_bytes_per_token * tokens, "per_token": kv_bytes_per_token}
+    return {
+        "tokens": tokens,
+        "measured": rows["kv_cache_bytes"].iloc[-1],
+        "formula": kv_bytes_per_token * tokens,
+        "per_token": kv_bytes_per_token,
+    }

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import nbformat
 from bs4 import BeautifulSoup
-from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 
@@ -18,7 +17,8 @@ LANG = {"zh": "zh-CN", "en": "en"}
 STREAM_LINES = 20  # a cell keeps its last lines of output
 SVG_LIMIT_BYTES = 250_000  # a larger drawing enters the page as PNG
 MACHINE_PATH = re.compile(r"(?<![\w:/.<])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])")
-PROGRESS = re.compile(r"\d{1,3}(\.\d+)?\s?%\s*[|\[━█#]|^[\s\[\]|█━#=>.-]*\d{1,3}(\.\d+)?\s?%[\s\[\]|█━#=>.-]*$")
+PERCENT, BAR = r"\d{1,3}(\.\d+)?\s?%", r"[\s\[\]|█━#=>.-]*"
+PROGRESS = re.compile(rf"{PERCENT}\s*[|\[━█#]|^{BAR}{PERCENT}{BAR}$")
 OBJECT_TEXT = re.compile(r"^<[\w.]+ (size|object|at 0x)|^[A-Z]\w*\(children=|^\w*(Progress|Slider|Box)\(")
 FURNITURE_TAGS = {"papermill-error-cell-tag", "injected-parameters"}
 KEPT_DATA = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain")
@@ -28,13 +28,17 @@ KEPT_DATA = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/p
 
 
 def split(notebook, language):
-    """A copy that reads in one language: its cells and outputs and the untagged ones, without debris or machine paths."""
+    """A copy in one language: its cells and outputs and the untagged ones, no debris, no machine paths."""
     page = copy.deepcopy(notebook)
     injected = [cell.source for cell in page.cells if "injected-parameters" in _tags(cell)]
     page.cells = [_clean(cell, language, injected) for cell in page.cells if _wanted(cell, language)]
-    page.metadata = nbformat.from_dict({
-        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
-        "language_info": {"name": "python"}, "kvlab": {"language": language}})
+    page.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+            "language_info": {"name": "python"},
+            "kvlab": {"language": language},
+        }
+    )
     return page
 
 
@@ -86,12 +90,12 @@ def _output(output):
 
 
 def stdout_text(text, language):
-    """What a terminal would show in the end: carriage returns obeyed, progress frames gone, the last lines only."""
+    """What a terminal would show in the end: carriage returns obeyed, no progress frames, last lines only."""
     lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in strip_ansi(text).split("\n")]
     lines = [without_machine_paths(line) for line in lines if line.strip() and not PROGRESS.search(line)]
     if len(lines) > STREAM_LINES:
         left_out = prose.plain("page.truncated", language, lines=len(lines) - STREAM_LINES + 1)
-        lines = [left_out, *lines[1 - STREAM_LINES:]]
+        lines = [left_out, *lines[1 - STREAM_LINES :]]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -103,24 +107,69 @@ def without_machine_paths(text):
 # --- the page
 
 
-def page(notebooks, language, title, *, provenance=None, warnings=(), other_language_href=""):
-    """One HTML document that needs nothing but itself; `provenance` is {name: value}, `warnings` are sentences."""
-    article = nbformat.v4.new_notebook(cells=[cell for each in notebooks for cell in split(each, language).cells])
-    for cell in article.cells:
-        for output in cell.get("outputs", []):
-            _add_source_line(output, language)
-    words = {key: prose.plain(f"page.{key}", language) for key in (
-        "skip", "contents", "code", "other_language", "warnings", "provenance", "error")}
+def page(notebooks, language, title="", *, provenance=None, warnings=(), other_language_href=None):
+    """One HTML document that needs nothing but itself.
+
+    `provenance` is {name: value}, `warnings` are sentences; a failed cell adds its own. Without `title`
+    the first notebook's first heading is the page's title.
+    """
+    cells = _joined(cell for each in notebooks for cell in split(each, language).cells)
+    title = title or _take_title(cells)
     other = next(each for each in prose.LANGUAGES if each != language)
-    resources = {"page": {
-        "lang": LANG[language], "other_lang": LANG[other], "title": title, "words": words,
-        "warnings": list(warnings), "provenance": list((provenance or {}).items()), "other_language_href": other_language_href,
-        "css": (PAGE / "page.css").read_text(encoding="utf-8"), "js": (PAGE / "page.js").read_text(encoding="utf-8")}}
-    return _finish(_exporter().from_notebook_node(article, resources=resources)[0], language)
+    if other_language_href is None:
+        other_language_href = f"article.{other}.html"
+    for output in _all_outputs(cells):
+        _add_source_line(output, language)
+    words = ("skip", "contents", "code", "other_language", "warnings", "provenance", "error")
+    resources = {
+        "lang": LANG[language],
+        "other_lang": LANG[other],
+        "other_language_href": other_language_href,
+        "title": title,
+        "words": {key: prose.plain(f"page.{key}", language) for key in words},
+        "warnings": [*warnings, *_failures(cells, language)],
+        "provenance": list((provenance or {}).items()),
+        "css": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "js": (PAGE / "page.js").read_text(encoding="utf-8"),
+    }
+    article = nbformat.v4.new_notebook(cells=cells)
+    document, _ = _exporter().from_notebook_node(article, resources={"page": resources})
+    return _finish(document, language)
+
+
+def _take_title(cells):
+    """Removes the first cell's level-one heading and returns its text."""
+    if cells and (found := re.match(r"\s*# +(.+)\n?", cells[0].source)):
+        cells[0].source = cells[0].source[found.end() :]
+        return found[1].strip()
+    return "kvlab"
+
+
+def _all_outputs(cells):
+    return [output for cell in cells for output in cell.get("outputs", [])]
+
+
+def _failures(cells, language):
+    """A warning for each cell that failed, so that an incomplete page says so on top."""
+    failed = [output for output in _all_outputs(cells) if output.output_type == "error"]
+    return [prose.plain("page.failed", language, reason=f"{each.ename}: {each.evalue}") for each in failed]
+
+
+def _joined(cells):
+    """Code that shows nothing moves to the top of the code that follows it, so that one fold holds both."""
+    joined = []
+    for cell in cells:
+        last = joined[-1] if joined else None
+        if last and last.cell_type == cell.cell_type == "code" and not last.outputs:
+            cell.source = f"{last.source}\n\n{cell.source}"
+            joined.pop()
+        joined.append(cell)
+    return joined
 
 
 def _exporter():
-    exporter = HTMLExporter(template_name="page", extra_template_basedirs=[str(PAGE.parent)], exclude_anchor_links=True)
+    folders = [str(PAGE.parent)]
+    exporter = HTMLExporter(template_name="page", extra_template_basedirs=folders, exclude_anchor_links=True)
     exporter.register_filter("image_uri", image_uri)
     return exporter
 
@@ -140,7 +189,7 @@ def image_uri(data):
 
 
 def _finish(document, language):
-    """Numbers the figures, gives headings their level and anchor, fills the contents, lets nothing reach for the net."""
+    """Numbers figures, settles headings, fills the contents, and lets nothing reach for the net."""
     soup = BeautifulSoup(document, "html.parser")
     main = soup.find("main")
     for element in main.find_all(["script", "link", "iframe", "object", "embed", "style"]):
@@ -151,7 +200,7 @@ def _finish(document, language):
     _number_figures(soup, main, language)
     headings = _settle_headings(soup, main, language)
     _make_tables_scroll(soup, main)
-    soup.find(id="toc").details.append(_contents(soup, [*headings, soup.footer.h2]))
+    soup.find(id="toc").details.append(_contents(soup, [*headings, *soup.select("footer h2")]))
     return str(soup)
 
 
@@ -183,11 +232,12 @@ def _number_figures(soup, main, language):
 
 
 def _settle_headings(soup, main, language):
-    """The page's title is the only h1: headings of notebooks move down one level and skip none."""
-    level, taken = 1, {"article", "toc", "provenance"}
+    """The page's title is the only h1: where notebooks have one, all move down; no level is skipped."""
     headings = main.find_all(re.compile("^h[1-6]$"))
+    down, level = int(any(heading.name == "h1" for heading in headings)), 1
+    taken = {"article", "toc", "provenance"}
     for heading in headings:
-        level = min(int(heading.name[1]) + 1, level + 1, 6)
+        level = min(int(heading.name[1]) + down, level + 1, 6)
         heading.name = f"h{level}"
         text = heading.get_text().strip()
         heading["id"] = _unique(re.sub(r"[^\w]+", "-", text.lower()).strip("-") or "section", taken)
