@@ -15,7 +15,7 @@ import time
 
 import psutil
 
-GRACE_S = 3.0
+GRACE_S, ORPHANS_GRACE_S = 3.0, 0.5
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -44,9 +44,8 @@ def end(server):
     """Ask the server to end, wait a little, then kill all that is left of its family."""
     if server.poll() is None:
         server.terminate()
-    ends_at_s = time.monotonic() + GRACE_S
-    while time.monotonic() < ends_at_s and (server.poll() is None or family()):
-        time.sleep(0.02)
+    until(lambda: server.poll() is not None, GRACE_S)
+    until(lambda: not family(), ORPHANS_GRACE_S)
     while remaining := family():
         for process in remaining:
             try:
@@ -55,6 +54,13 @@ def end(server):
                 pass
         psutil.wait_procs(remaining, timeout=1)
     return server.wait()
+
+
+def until(condition, timeout_s):
+    """Wait for the condition, at most so long."""
+    ends_at_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < ends_at_s:
+        time.sleep(0.02)
 
 
 def family():

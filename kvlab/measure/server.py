@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from kvlab.measure import guard
@@ -177,7 +178,9 @@ class VllmServer:
             self._guard.wait(guard.GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guard.kill()
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._guard.wait() < 0:  # the guard itself was killed
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._guard.stdout.close()
         self._guard = None
 
