@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 LAST_WORDS = {
     "kv": "ValueError: To serve at least one request with the model's max seq len (8192), (0.7 GiB KV "
-    "cache is needed, which is larger than the available KV cache memory (0.2 GiB). Based on the available memory, "
-    "the estimated maximum model length is 2912. Try increasing `gpu_memory_utilization`.",
+    "cache is needed, which is larger than the available KV cache memory (0.2 GiB). Based on the available "
+    "memory, the estimated maximum model length is 2912. Try increasing `gpu_memory_utilization`.",
     "kv-old": "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that "
     "can be stored in KV cache (19232). Try increasing `gpu_memory_utilization`.",
     "kv-none": "ValueError: To serve at least one request with the model's max seq len (64), (0.7 GiB KV "

@@ -92,7 +92,8 @@ def test_an_exception_ends_it_within_seconds(folder, mode):
 @pytest.mark.parametrize("mode", ["ok", "never"])
 def test_whatever_ends_the_notebook_ends_the_server(folder, number, mode):
     program = (
-        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import test_server as t\n"
+        "import sys, time; from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[1]); import test_server as t\n"
         "s = t.fake(Path(sys.argv[2]), sys.argv[3], startup_timeout_s=60)\n"
         "print(s.port, flush=True)\n"
         "with s: time.sleep(60)"
