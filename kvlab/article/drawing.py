@@ -47,7 +47,9 @@ def chart(draw):
     def styled(*frames_and_language, **named):
         font_path()
         with matplotlib.style.context(STYLE):
-            return draw(*frames_and_language, **named)
+            figure = draw(*frames_and_language, **named)
+            figure.draw_without_rendering()  # ticks are made here, with this font, wherever it is shown later
+            return figure
 
     return styled
 
@@ -136,7 +138,8 @@ def end_labels(ax, labels):
     gap = LABEL_GAP_POINTS / (ax.figure.get_figheight() * 72 * ax.get_position().height)
     places = [(at((1, each[0]))[1] - bottom) / (top - bottom) for each in labels]
     for index in range(1, len(places)):
-        places[index] = max(places[index], places[index - 1] + gap)
+        extra_lines = "".join(text for _, text, _ in labels[index - 1 : index + 1]).count("\n")
+        places[index] = max(places[index], places[index - 1] + gap * (1 + extra_lines / 2))
     overflow = max(0.0, places[-1] - 1)
     for place, (_, text, colour) in zip(places, labels, strict=True):
         ax.text(1.03, place - overflow, text, transform=ax.transAxes, color=colour, va="center")
@@ -206,7 +209,7 @@ def _tick(value, largest, unit, language):
     if unit == "x":
         return prose.plain("unit.ratio", language, number=f"{value:g}")
     divisor, symbol = prose.scale(largest, unit)
-    return f"{value / divisor:g} {symbol}".rstrip() if value else "0"
+    return f"{float(f'{value / divisor:.3g}'):g} {symbol}".rstrip() if value else "0"
 
 
 def nothing(ax, language):

@@ -46,7 +46,8 @@ def scale(value, unit):
     if steps is None:
         return {"%": (0.01, "%")}.get(unit, (1.0, ""))
     size = _round(abs(value), 2 if unit == "s" else 3)
-    return next((step for step in steps if size >= step[0]), steps[-1] if size else steps[0])
+    fallback = steps[-1] if size else (1, unit)
+    return next((step for step in steps if size >= step[0]), fallback)
 
 
 def _round(value, digits):
@@ -80,14 +81,14 @@ def friendly(value, unit="", language="en"):
 
 
 def friendly_interval(estimate, unit, language="en"):
-    """ "5.2x (95 % interval 5.0 to 5.4, n = 6)" from anything with n, median, low, high (and stability)."""
+    """ "5.2x (95 % interval 5.0 to 5.4, n = 6)" from anything with n, median, low, high (and stable)."""
     median, n = friendly(estimate.median, unit, language), str(int(estimate.n))
     if any(end is None or not math.isfinite(end) for end in (estimate.median, estimate.low, estimate.high)):
         text = plain("interval.short", language, median=median, n=n)
     else:
         low, high = _ends(estimate, unit)
         text = plain("interval.full", language, median=median, low=low, high=high, n=n)
-    stability = getattr(estimate, "stability", "ok")
+    stability = getattr(estimate, "stable", "ok")
     return text if stability == "ok" else plain(f"interval.{stability}", language, text=text)
 
 
