@@ -310,8 +310,7 @@ def test_a_full_disk_is_noticed_before_anything_is_built():
 
 def test_progress_counts_what_is_fetched_and_then_what_is_installed():
     log = "Collecting a\nCollecting b\n"
-    assert setup_environment.progress("", 2, 240) == "asking the package index"
-    assert setup_environment.progress(log, 2, 240) == "fetching package 2 of 240, b"
+    assert setup_environment.progress(log, 2, 240) == "fetching package 2 of 240: b"
     assert setup_environment.progress(log + "Installing collected packages: a, b", 7, 240).startswith(
         "installed 7"
     )

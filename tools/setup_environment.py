@@ -153,8 +153,8 @@ def progress(log_text, packages_installed, packages):
     """Returns how far pip is, in words."""
     if "Installing collected packages" in log_text:
         return f"installed {min(packages_installed, packages)} of {packages} packages"
-    names = re.findall("^Collecting ([^ ]+)", log_text, re.MULTILINE)
-    return f"fetching package {len(names)} of {packages}, {names[-1]}" if names else "asking the package index"
+    names = re.findall(r"^Collecting (\S+)", log_text, re.MULTILINE) or ["(none yet)"]
+    return f"fetching package {len(names)} of {packages}: {names[-1]}"
 
 
 def show_progress(process, log, site_packages, packages):
