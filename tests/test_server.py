@@ -142,6 +142,15 @@ def test_br37_an_early_exit_fails_at_once_with_a_way_out(folder, mode):
     assert "line 49" in str(caught.value) and "line 20" not in str(caught.value)
 
 
+def test_br36_memory_that_comes_free_late_is_waited_for():
+    gib, states = 2**30, [18, 18, 23]
+    server.wait_for_gpu_memory(lambda: (states.pop(0) * gib, 24 * gib), 21 / 24, 5, interval_s=0.01)
+    assert states == []
+    server.wait_for_gpu_memory(lambda: None, 0.9, 5)
+    with pytest.raises(ServerError, match=r"18.0 GiB .* 21.0 GiB .*--gpu-memory-utilization"):
+        server.wait_for_gpu_memory(lambda: (18 * gib, 24 * gib), 21 / 24, 0.1, interval_s=0.01)
+
+
 def test_br37_the_length_is_passed_explicitly(folder):
     command = fake(folder).command
     assert command[command.index("--max-model-len") + 1] == "512"

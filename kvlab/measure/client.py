@@ -310,35 +310,30 @@ async def _measure(run):
 
 def _run_in_thread(measuring):
     """Run a coroutine on an event loop of its own (a notebook's thread has one already), collector off."""
-    outcome, ready = {}, threading.Event()
-
-    async def main():
-        outcome.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
-        ready.set()
-        await measuring
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(measuring)
+    ended = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended
 
     def work():
         try:
-            asyncio.run(main())
-        except BaseException as error:  # handed to the caller's thread below
-            outcome["error"] = error
+            loop.run_until_complete(asyncio.wait([task]))
+            loop.close()
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=work, name="kvlab-client")
     collecting = gc.isenabled()
     gc.disable()
     try:
-        thread.start()
-        thread.join()
+        threading.Thread(target=work, name="kvlab-client").start()
+        ended.wait()
     except BaseException:  # Ctrl-C lands here: end the streams, then let it go on
-        ready.wait(5)
-        outcome["loop"].call_soon_threadsafe(outcome["task"].cancel)
-        thread.join()
+        loop.call_soon_threadsafe(task.cancel)
+        ended.wait()
         raise
     finally:
         if collecting:
             gc.enable()
-    if "error" in outcome:
-        raise outcome["error"]
+    task.result()
 
 
 # ---- records

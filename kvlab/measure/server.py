@@ -14,12 +14,13 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from kvlab.measure import guard
+from kvlab.measure import guard, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
 LISTING_TIMEOUT_S, TOKEN_TIMEOUT_S = 2.0, 10.0
 REPORT_INTERVAL_S = 10.0
+GPU_MEMORY_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 12
 
 KV_FITS = "the KV cache holds no context of {0} tokens; {1} fit: set max_model_len to {1} or give it more"
@@ -103,6 +104,28 @@ def thread_cpus(threads=None):
     return allowed[-(threads or max(1, len(allowed) - 1)) :]
 
 
+def wait_for_gpu_memory(memory, share, timeout_s, interval_s=1.0):
+    """Wait until `memory()`, (free, total) bytes of the card, has that share free; else ServerError.
+
+    A server that has just ended gives its memory back a little later. None for `memory()`: no card to ask.
+    """
+    ends_at_s = time.monotonic() + timeout_s
+    while (state := memory()) and state[0] < share * state[1]:
+        if time.monotonic() > ends_at_s:
+            free, needed = (f"{size / 2**30:.1f} GiB" for size in (state[0], share * state[1]))
+            sentence = f"{free} of the card are free, {needed} are needed: lower --gpu-memory-utilization"
+            raise ServerError("out_of_memory", sentence + " or end what else runs there")
+        time.sleep(interval_s)
+
+
+def gpu_memory():
+    """(free, total) bytes of the visible card; None without one."""
+    with telemetry.nvml() as pynvml:
+        device = telemetry.handle(pynvml) if pynvml else None
+        memory = telemetry.read(pynvml, "nvmlDeviceGetMemoryInfo", device) if device else None
+        return (memory.free, memory.total) if memory else None
+
+
 def free_port():
     """A port of loopback that nobody listens on at this moment."""
     with socket.socket() as listener:
@@ -145,6 +168,9 @@ class VllmServer:
         if not weights or not (self.model_folder / "config.json").exists():
             sentence = f"{self.model_folder} is no model folder: it needs config.json and *.safetensors"
             raise ServerError("weights_missing", sentence)
+        if self.cpus is None:
+            shares = re.findall(r"--gpu-memory-utilization[= ](\S+)", " ".join(self.command))
+            wait_for_gpu_memory(gpu_memory, float(shares[-1]) if shares else 0.9, GPU_MEMORY_TIMEOUT_S)
         try:
             self._start()
             self._wait_until_it_answers()

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n|\Z)")
 DELTA_TEXT = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls", "function_call")
@@ -33,8 +34,7 @@ class Answer:
     detail: str | None = None
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One event that may carry tokens: its arrival, its text, the running count of tokens if it told one."""
 
     arrival_s: float
@@ -137,24 +137,20 @@ def _events(body, arrival_s):
 
     Unlike there, a last event without its blank line counts.
     """
-    start = 3 if body.startswith(b"\xef\xbb\xbf") else 0
     name, lines = "", []
-    for match in LINE.finditer(body, start):
-        line = match[1]
-        if line:
-            key, _, value = line.partition(b":")
-            value = value[1:] if value.startswith(b" ") else value
-            if key == b"data":
-                lines.append(value)
-            elif key == b"event":
-                name = value.decode("utf-8", "replace")
-        if not line or match.end() == len(body):
-            if lines:
-                last = min(match.start(2), len(body) - 1)  # the first byte of the line end completes it
-                yield name, b"\n".join(lines).decode("utf-8", "replace"), arrival_s(last)
+    for match in LINE.finditer(body, 3 if body.startswith(b"\xef\xbb\xbf") else 0):
+        key, _, value = match[1].partition(b":")
+        if key == b"data":
+            lines.append(value[1:] if value.startswith(b" ") else value)
+        elif key == b"event":
+            name = value.strip().decode("utf-8", "replace")
+        if lines and (not match[1] or match.end() == len(body)):
+            last = min(match.start(2), len(body) - 1)  # the first byte of the line end completes it
+            yield name, b"\n".join(lines).decode("utf-8", "replace"), arrival_s(last)
+        if not match[1]:
             name, lines = "", []
-            if match.end() == len(body):
-                return
+        if match.end() == len(body):
+            return
 
 
 def _read_events(body, arrival_s):
@@ -173,9 +169,11 @@ def _read_events(body, arrival_s):
         if message is not None:
             problem = {"error": "server_error", "detail": message[:DETAIL_LENGTH]}
             break
-        count, prompt = (_count_in(event, key) for key in ("completion_tokens", "prompt_tokens"))
+        usage = _object(event.get("usage"))
+        count = usage.get("completion_tokens")
+        count = count if isinstance(count, int) else None
         total = total if count is None else count
-        prompt_tokens = prompt_tokens if prompt is None else prompt
+        prompt_tokens = usage.get("prompt_tokens") or prompt_tokens
         choices = event.get("choices")
         if isinstance(choices, list) and choices:
             chunks.append(_chunk(choices, count, at_s))
@@ -192,31 +190,25 @@ def _error_message(name, event):
     """The words of an error event ({"error": ...}, {"object": "error"}, `event: error`), else None."""
     if not isinstance(event, dict):
         return f"not an object: {event!r}"
-    error = event.get("error")
-    if error or event.get("object") == "error" or name == "error":
-        error = error or event
-        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    return None
+    if not (event.get("error") or event.get("object") == "error" or name == "error"):
+        return None
+    error = event.get("error") or event
+    return str(_object(error).get("message", error))
 
 
 def _object(value):
     return value if isinstance(value, dict) else {}
 
 
-def _count_in(event, key):
-    count = _object(event.get("usage")).get(key)
-    return count if isinstance(count, int) else None
-
-
 def _chunk(choices, count, at_s):
-    text, carries, finish_reason = "", False, None
+    parts, finish_reason = [], None
     for choice in map(_object, choices):
         delta = _object(choice.get("delta"))
-        parts = [choice.get("text"), *(delta.get(key) for key in DELTA_TEXT)]
-        text += "".join(part for part in parts if isinstance(part, str))
-        carries = carries or any(parts)
+        parts += [delta[key] for key in DELTA_TEXT if delta.get(key)]
+        parts.append(choice.get("text"))
         finish_reason = choice.get("finish_reason") or finish_reason
-    return Chunk(at_s, text, carries, count, finish_reason)
+    text = "".join(part for part in parts if isinstance(part, str))
+    return Chunk(at_s, text, any(parts), count, finish_reason)
 
 
 def _count(chunks, total):
