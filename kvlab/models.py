@@ -31,8 +31,9 @@ TINY_ARCHITECTURES = {  # what differs from TINY, by Transformers' own model_typ
     "llama": {},
     "qwen2": {"use_sliding_window": False},
     "mistral": {"sliding_window": 16},
-    "gemma": {"head_dim": 16},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": False},  # tied, it would repeat its last token
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
+             "bos_token_id": 0, "eos_token_id": 0},
     "qwen3": {"head_dim": 16},
     "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
                     "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2},

@@ -16,14 +16,18 @@ def token_ids(
     The first tokens spell out index and seed, so two prompts differ within their first block; one too
     short to hold both numbers is unique only as far as its length allows. Raises ValueError if impossible.
     """
-    allowed = numpy.setdiff1d(numpy.arange(vocab_size), numpy.fromiter(forbidden_ids, dtype=int))
-    if length < 1 or len(allowed) < 2:
-        raise ValueError(f"a prompt needs a token and two usable ids: length {length}, ids {len(allowed)}")
+    forbidden = sorted({number for number in forbidden_ids if 0 <= number < vocab_size})
+    usable = vocab_size - len(forbidden)
+    if length < 1 or usable < 2:
+        raise ValueError(f"a prompt needs a token and two usable ids: length {length}, ids {usable}")
     if not (0 <= index < 2**NUMBER_BITS and 0 <= seed < 2**NUMBER_BITS):
         raise ValueError(f"seed and index must lie in 0 ... 2**{NUMBER_BITS} - 1: seed {seed}, index {index}")
-    name = (_digits(index, len(allowed)) + _digits(seed, len(allowed)))[: min(length, BLOCK_TOKENS)]
-    filling = numpy.random.default_rng([seed, index]).integers(len(allowed), size=length - len(name))
-    return allowed[numpy.concatenate([numpy.array(name, dtype=int), filling])].tolist()
+    name = (_digits(index, usable) + _digits(seed, usable))[: min(length, BLOCK_TOKENS)]
+    filling = numpy.random.default_rng([seed, index]).integers(usable, size=length - len(name))
+    numbers = numpy.concatenate([numpy.array(name, dtype=int), filling])
+    for hole in forbidden:  # in ascending order: the n-th usable id
+        numbers[numbers >= hole] += 1
+    return numbers.tolist()
 
 
 def _digits(number: int, base: int) -> list[int]:

@@ -14,7 +14,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from kvlab import models, params, paths
-from kvlab.article import render
+from kvlab.article import render, sections
 from kvlab.measure import telemetry
 
 EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
@@ -125,6 +125,7 @@ def execute(name: str, values: dict) -> str | None:
             progress_bar=False,
             log_output=False,
             cwd=str(paths.NOTEBOOKS),
+            extra_arguments=["--log-level=CRITICAL"],  # the kernel says nothing on the terminal
         )
     except PapermillExecutionError as error:
         return f"{name} stopped: {error.ename}: {error.evalue}"
@@ -143,6 +144,8 @@ def write_pages(profile: str, values: dict) -> list[Path]:
         for name, part in zip(executed, parts):
             nbformat.write(part, folder / f"{name}.{language}.ipynb")
         page = folder / f"article.{language}.html"
-        page.write_text(render.page(parts, language), encoding="utf-8")
+        page.write_text(
+            render.page(parts, language, provenance=sections.provenance(profile, language)), encoding="utf-8"
+        )
         pages.append(page)
     return pages

@@ -312,7 +312,7 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
         "preemptions": (point.get("server_deltas") or {}).get("preemptions"),
         "prefix_hit_share": prefix_hit_share(point),
         "littles_law": littles_law(measured, samples, window),
-        "tokens_conserved": tokens_conserved(point, sent),
+        "tokens_conserved": tokens_conserved(point, measured),
         "event_loop_lag_max_s": lag[1],
         "void": void_reason(point),
     }
@@ -340,8 +340,8 @@ def littles_law(
     return in_flight / float(np.mean(inside)) if inside and np.mean(inside) else None
 
 
-def tokens_conserved(point: dict, sent: list[dict]) -> bool | None:
-    """The server's own count of generated tokens equals the sum over all requests; None where it offers no count."""
+def tokens_conserved(point: dict, measured: list[dict]) -> bool | None:
+    """The server counted as many generated tokens as the client; None where it offers no count or one is unknown."""
     counted = (point.get("server_deltas") or {}).get("generation_tokens")
-    tokens = [d.output_tokens(r) for r in sent]
+    tokens = [d.output_tokens(r) for r in measured]
     return None if counted is None or None in tokens else counted == sum(tokens)

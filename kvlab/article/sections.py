@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from kvlab import paths, records
 from kvlab.analyse.findings import Answer, refusals, unstable
 from kvlab.analyse.summary import Estimate
 from kvlab.article import prose
@@ -68,6 +69,23 @@ def machine(environment: dict, parameters: dict, language: str, source: str) -> 
         for name, value in facts.items()
     ]
     prose.table(rows, {"what": "machine.what", "value": "machine.value"}, language, source=source)
+
+
+def provenance(profile: str, language: str) -> dict[str, str]:
+    """What stands at the foot of the page: the last environment that recorded, its code and how much it recorded."""
+    folder = paths.results(profile)
+    known = records.environments(folder)
+    if not known:
+        return {}
+    names = [f"{experiment}.jsonl" for experiment in ("s1", "s1b")]
+    counts = {name: sum(r["environment"] == known[-1]["environment"] for r in records.load(folder / name)) for name in names}
+    facts = {
+        "machine": machine_name(known[-1]),
+        "environment": known[-1]["environment"],
+        "kvlab": kvlab_version(known[-1]["kvlab"]),
+        "records": ", ".join(f"results/{profile}/{name}: {count}" for name, count in counts.items()),
+    }
+    return {prose.plain(f"provenance.{name}", language): value for name, value in facts.items()}
 
 
 def kvlab_version(code: dict) -> str:

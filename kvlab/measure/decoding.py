@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy
@@ -59,34 +60,49 @@ def generate(
     last_logits = _last_logits_function(model)
     past = _new_cache(model, cache, len(ids), ids.shape[-1] + output_tokens) if use_cache else None
     watch = timing.Stopwatch(synchronize, device_events=device.type == "cuda")
-    input_lengths, cache_lengths, token_ids, margins, kept = [], [], [], [], []
+    notes: list[_StepNotes] = []
     with torch.inference_mode(), _observed_inputs(model) as seen:
         step_ids = ids
         watch.start()  # the device is idle: the clock runs from the launch of the prefill forward
         for step in range(output_tokens):
             logits, past = last_logits(step_ids, past, use_cache)
             best, choice = logits.max(dim=-1)  # (batch,): greedy
-            token_ids.append(choice.tolist())  # the host holds the token now
+            tokens = choice.tolist()  # the host holds the token now
             watch.stamp()  # step 0: this interval is the TTFT; later ones: the time of one decode step
-            # From here to the next launch only notes are taken; they are read when the clock has stopped.
-            input_lengths.append(max(seen, default=step_ids.shape[-1]))
+            # From here to the next launch notes are taken, to be read when the clock has stopped.
+            second = logits.scatter(-1, choice[:, None], -torch.inf).amax(dim=-1)  # (batch,)
+            length = None if past is None else memory.cache_length(past)
+            kept = None if fed is None else logits.cpu()
+            entered = max(seen, default=step_ids.shape[-1])
+            notes.append(_StepNotes(entered, length, tokens, best - second, kept))
             seen.clear()
-            cache_lengths.append(None if past is None else memory.cache_length(past))
-            if fed is not None:
-                kept.append(logits.cpu())
-            margins.append(best - logits.scatter(-1, choice[:, None], -torch.inf).amax(dim=-1))
             following = choice[:, None] if fed is None else fed[:, step : step + 1]  # (batch, 1)
             step_ids = following if use_cache else torch.cat([step_ids, following], dim=-1)
+    return _generation(watch, notes, past, fed is not None)
+
+
+class _StepNotes(NamedTuple):
+    input_length: int
+    cache_length: int | None
+    tokens: list[int]  # (batch,)
+    margin: torch.Tensor  # (batch,): logit of the choice less the second largest
+    logits: torch.Tensor | None  # (batch, vocabulary)
+
+
+def _generation(
+    watch: timing.Stopwatch, notes: list[_StepNotes], past: object, fed_sequence: bool
+) -> Generation:
+    single = len(notes[0].tokens) == 1
     return Generation(
         arrival_times_s=watch.times_s,
         device_times_s=watch.device_times_s(),
-        input_lengths=input_lengths,
-        cache_lengths=cache_lengths,
-        token_ids=[step[0] for step in token_ids] if len(ids) == 1 else token_ids,
-        top2_margins=[float(margin.min()) for margin in margins],
-        fed_sequence=fed is not None,
+        input_lengths=[step.input_length for step in notes],
+        cache_lengths=[step.cache_length for step in notes],
+        token_ids=[step.tokens[0] if single else step.tokens for step in notes],
+        top2_margins=[float(step.margin.min()) for step in notes],
+        fed_sequence=fed_sequence,
         kv_cache_bytes=None if past is None else memory.kv_cache_bytes(past),
-        logits=kept,
+        logits=[step.logits for step in notes if step.logits is not None],
     )
 
 
@@ -115,10 +131,14 @@ def _last_logits_function(model: torch.nn.Module) -> Callable:
     return with_limit if limit else base_and_head
 
 
-def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) -> object:
+def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) -> object | None:
     """Return an empty cache of the model's own layout; a static one has room for exactly this generation."""
     if kind not in CACHES:
         raise ValueError(f"unknown cache {kind!r}; choose one of {', '.join(CACHES)}")
+    if getattr(model, "_supports_cache_class", True) is False:  # before release 5: makes nested tuples by itself
+        if kind != "dynamic":
+            raise ValueError(f"{type(model).__name__} takes no {kind} cache in this release of Transformers")
+        return None
     if kind == "dynamic":
         knows_layers = "config" in inspect.signature(transformers.DynamicCache).parameters
         return transformers.DynamicCache(**({"config": model.config} if knows_layers else {}))
@@ -206,7 +226,7 @@ def _warm_up(model: torch.nn.Module, point: dict, inputs: dict) -> int:
 def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: dict) -> tuple[dict, list]:
     """Run one generation; return its raw record and, for a fed sequence, the logits of each step."""
     device = next(model.parameters()).device
-    memory.give_back()
+    memory.give_back()  # what an arm before this one has left, a failed one above all
     baseline_bytes, memory_source = memory.resident_set_bytes(), memory.start_peak(device)
     cpu_time_s = time.process_time()  # all threads of this process
     asked = {"output_tokens": point["output_tokens"], "cache": point.get("cache", "dynamic"), **inputs}
@@ -223,7 +243,6 @@ def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: d
         "peak_memory_bytes": peak_bytes, "memory_source": memory_source, "cpu_time_s": cpu_time_s,
         "resident_set_bytes": resident_bytes, "resident_set_before_bytes": baseline_bytes,
     }  # fmt: skip
-    memory.give_back()
     return raw, generation.logits if generation else []
 
 
@@ -233,7 +252,7 @@ def _attempt(run: Callable[[], Generation]) -> tuple[Generation | None, str, str
         return run(), "ok", None
     except ValueError as error:
         return None, "refused", str(error)
-    except (RuntimeError, MemoryError, TypeError, IndexError) as error:
+    except (RuntimeError, MemoryError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         return None, "out_of_memory" if is_out_of_memory(error) else "failed", reason
 

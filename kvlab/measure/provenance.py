@@ -93,8 +93,15 @@ def boot() -> str:
 
 def code_version() -> dict:
     """kvlab's version, commit and whether the tree differed from it; nulls outside a git checkout."""
-    commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "kvlab", "notebooks", "params")
-    return {"version": __version__, "commit": commit and commit[:12], "dirty": dirty if dirty is None else bool(dirty)}
+    commit, dirty = (
+        git("rev-parse", "HEAD"),
+        git("status", "--porcelain", "--", "kvlab", "notebooks", "params"),
+    )
+    return {
+        "version": __version__,
+        "commit": commit and commit[:12],
+        "dirty": dirty if dirty is None else bool(dirty),
+    }
 
 
 def git(*arguments: str) -> str | None:

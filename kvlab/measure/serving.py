@@ -47,10 +47,15 @@ def measure_point(server, p: SimpleNamespace, point: dict, repetition: int, keep
         timeout_s=p.request_timeout_s,
         token_variable=p.token_variable or None,
         server_pid=server.pid,
-        on_record=lambda record: keep(record | {"repetition": repetition, "server": server.facts()}),
+        on_record=lambda record: keep(record | {"repetition": repetition} | about_server(record, server)),
     )
     if records[-1]["reason"] == "server_gone":
         raise ServerError("server_gone", "the server died while it was measured; its log says why")
+
+
+def about_server(record: dict, server) -> dict:
+    """What the server was started with, kept once a point."""
+    return {"server": server.facts()} if record["kind"] == "point" else {}
 
 
 def unique_prompts(p: SimpleNamespace, point: dict, repetition: int, count: int) -> list[list[int]]:

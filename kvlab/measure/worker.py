@@ -1,5 +1,6 @@
 """A child process that holds the model: its memory and threads are its own, and it dies with its parent."""
 
+import gc
 import json
 import os
 import queue
@@ -179,6 +180,7 @@ class _ChildSession:
         if self._model is None or (attention != self._attention and not self._switched(attention)):
             self._model = None  # two copies of the weights may not fit
             self._model = models.load(self._source, self._dtype, self._device, attention)
+            gc.freeze()  # what is there now stays: collecting garbage in the middle of a step stays cheap
         self._attention = attention
         return self._model
 
