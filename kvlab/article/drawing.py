@@ -155,7 +155,7 @@ def octaves(ax, values, language, label_key):
     ax.set_xscale("log", base=2)
     ax.set_xlim(values[0] * 2 ** (-0.06 * span), values[-1] * 2 ** (0.06 * span))
     width_inches = ax.figure.get_figwidth() * 0.8 * ax.get_position().width
-    room, kept = (0.17 + 0.075 * len(f"{values[-1]:,}")) / width_inches, values[-1:]
+    room, kept = (0.12 + 0.063 * len(f"{values[-1]:,}")) / width_inches, values[-1:]
     for value in reversed(values[:-1]):
         if math.log2(kept[-1] / value) / span >= room:
             kept.append(value)
