@@ -139,7 +139,6 @@ def points(repetitions=3, seed=4):
                     "enforce_eager": True,
                     "repetition": repetition,
                     "throughput_tokens_per_s": np.nan if short else 38 * concurrency**0.7 * noise(rng),
-                    "throughput_reason": "too few completions" if short else None,
                     "void": None,
                     "window_s": 5.0,
                     "completed": 4 * concurrency,

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.font_manager import get_font
 from matplotlib.text import Text
 
+from kvlab.analyse import summary
 from kvlab.article import charts, drawing, prose, readings
 
 CHARTS = [
@@ -102,11 +103,24 @@ def test_kv_bytes_lie_on_the_formula():
     np.testing.assert_allclose(np.interp(dots[:, 0], tokens, formula), dots[:, 1])
 
 
+def real_empty(frame):
+    """The frame that analyse makes when there are no records, of the same kind as the made-up one."""
+    makers = (summary.generations, summary.pairs, summary.steps, summary.requests, summary.points)
+    return max((make([]) for make in makers), key=lambda each: len(set(each.columns) & set(frame.columns)))
+
+
 @pytest.mark.parametrize("name", CHARTS[1:])
 def test_without_measurements_a_chart_says_so(name):
-    frames = [frame.iloc[:0] if hasattr(frame, "iloc") else frame for frame in fake_frames.frames_of(name)]
+    made_up = fake_frames.frames_of(name)
+    frames = [real_empty(frame) if hasattr(frame, "columns") else frame for frame in made_up]
     assert "no measurement yet" in words(getattr(charts, name)(*frames, "en"))
     assert readings.of(name, *frames) is None
+
+
+@pytest.mark.parametrize("name", ["generations", "pairs", "steps", "requests", "points"])
+def test_made_up_frames_have_only_columns_of_real_ones(name):
+    made_up, real = getattr(fake_frames, name)(), getattr(summary, name)([])
+    assert set(made_up.columns) <= set(real.columns)
 
 
 @pytest.fixture
