@@ -247,6 +247,19 @@ def test_too_few_prompts_are_refused_before_anything_is_sent():
         client.run_point("http://127.0.0.1:9", "m", {**POINT, "concurrency": 4}, [[1]] * 4, 1)
 
 
+def test_br39_an_engine_that_dies_behind_its_server_makes_the_point_invalid(tmp_path):
+    with replaying(tmp_path, QUICK, CASES["http_500"], CASES["hang"]) as server:
+        runs = ((1, 1), (1, 2, 1), (1, 2, 3))
+        fine, hiccup, failing = (server.measure(*numbers, timeout_s=0.3)[1] for numbers in runs)
+    assert (fine["status"], hiccup["status"], hiccup["failed_requests"]) == ("ok", "ok", 1)
+    assert (failing["status"], failing["reason"], failing["failed_requests"]) == ("failed", "server_failing", 2)
+
+
+def test_a_token_that_is_not_set_is_named():
+    with pytest.raises(ValueError, match="KVLAB_NO_TOKEN"):
+        Replay(9).measure(1, token_variable="KVLAB_NO_TOKEN")
+
+
 def test_br39_a_server_that_dies_in_mid_run_makes_the_point_invalid(tmp_path):
     long = Case([(50, text("a", **usage(1))), (2000, text("b", "length", **usage(2))), (2000, DONE)], {})
     with replaying(tmp_path, QUICK, long) as server:

@@ -39,7 +39,9 @@ class Target:
         root = url.path.rstrip("/").removesuffix("/v1")
         lines = [f"{method} {root}{path} HTTP/1.1", f"Host: {url.netloc}", "Connection: close", "Accept: */*"]
         if self.token_variable:
-            lines.append(f"Authorization: Bearer {os.environ[self.token_variable]}")
+            if not (token := os.environ.get(self.token_variable)):
+                raise ValueError(f"{self.token_variable}, which should hold the server's token, is not set")
+            lines.append(f"Authorization: Bearer {token}")
         if body_length:
             lines += ["Content-Type: application/json", f"Content-Length: {body_length}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
@@ -371,12 +373,20 @@ def _since(at_s, origin_s):
     return None if at_s is None or origin_s is None else at_s - origin_s
 
 
+def _lost_server(run, measured):
+    """Why the point is void though some requests were answered: its server had gone or failed by the end."""
+    if run.counters[0][1] and not run.counters[1][1]:
+        return "server_gone"
+    last = {record["stream"]: record["reason"] or "" for record in measured}
+    lost = ("connection", "timeout", "truncated", "server_error", "http_5")
+    return "server_failing" if all(reason.startswith(lost) for reason in last.values()) else None
+
+
 def _point_record(run, records):
     measured = [record for record in records if record["phase"] == "measured"]
     before, after = (metrics.parse(_metrics_text(reads)) for _, reads in run.counters)
-    server_gone = bool(run.counters[0][1]) and not run.counters[1][1]
     failures = [record["reason"] for record in measured if record["status"] != "ok"]
-    reason = "server_gone" if server_gone else failures[0] if len(failures) == len(measured) else None
+    reason = failures[0] if len(failures) == len(measured) else _lost_server(run, measured)
     cpu_before_s, cpu_after_s = run.cpu_times_s
     return {
         "experiment": "s1", "kind": "point", "point": run.point, "attempt": run.attempt,
