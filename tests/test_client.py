@@ -252,7 +252,8 @@ def test_br39_an_engine_that_dies_behind_its_server_makes_the_point_invalid(tmp_
         runs = ((1, 1), (1, 2, 1), (1, 2, 3))
         fine, hiccup, failing = (server.measure(*numbers, timeout_s=0.3)[1] for numbers in runs)
     assert (fine["status"], hiccup["status"], hiccup["failed_requests"]) == ("ok", "ok", 1)
-    assert (failing["status"], failing["reason"], failing["failed_requests"]) == ("failed", "server_failing", 2)
+    assert (failing["status"], failing["reason"]) == ("failed", "server_failing")
+    assert failing["failed_requests"] == 2
 
 
 def test_a_token_that_is_not_set_is_named():
