@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fake_frames
+import pandas as pd
 import pytest
 import yaml
 from bs4 import BeautifulSoup
@@ -206,3 +207,12 @@ def test_readings_agree_with_the_frames():
     assert (
         readings.of("tpot_by_context", frame[frame["context_length"] == 128]) is None
     )  # no growth from one length
+
+
+def test_control_points_and_warm_up_enter_no_reading():
+    frame, sent = fake_frames.generations(), fake_frames.requests()
+    extra = frame.assign(control=True, tpot_s=9.0, ttft_s=9.0)
+    assert readings.tpot_by_context(pd.concat([frame, extra])) == readings.tpot_by_context(frame)
+    with_warm_up = pd.concat([sent, sent.assign(phase="warmup", tpot_s=9.0)])
+    points, reading = fake_frames.points(), readings.serving_by_concurrency
+    assert reading(with_warm_up, points) == reading(sent, points)

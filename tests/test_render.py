@@ -33,7 +33,6 @@ def first_notebook(chart_outputs=()):
         "text/plain": "HBox(children=(1,))",
     }
     noisy = [
-        new_output("stream", name="stderr", text="WARNING secret noise\n"),
         new_output("stream", name="stdout", text=BARS + "\nrecords in /home/me/lab/results/s1b.jsonl\n"),
         new_output("stream", name="stdout", text="".join(f"line {index}\n" for index in range(100))),
         new_output("display_data", widget),
@@ -57,6 +56,7 @@ def first_notebook(chart_outputs=()):
         new_markdown_cell("## Shared part\n\n![remote](https://example.org/x.png) ![local](figures/x.png)"),
         new_markdown_cell("#### Skipped levels\n\n| a | b |\n|---|---|\n| 1 | 2 |"),
         new_code_cell("noisy()", outputs=noisy),
+        new_code_cell("warn()", outputs=[new_output("stream", name="stderr", text="secret noise\n")]),
     ]
     return numbered(new_notebook(cells=cells, metadata={"papermill": {"input_path": "/home/me/in.ipynb"}}))
 
