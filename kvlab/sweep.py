@@ -178,12 +178,13 @@ def serving(
     """
     store = run.store("s1")
     pending = missing(store.load(), "point", serving_points(p), p.remeasure)
-    progress = Progress("S1", len(pending))
     if not pending:
+        say("S1: nothing to measure, all points are recorded")
         return
     random.Random(p.seed).shuffle(pending)
     try:
         with open_server() as server:
+            progress = Progress("S1", len(pending))
             for point, repetition in pending:
                 measure_point(server, point, repetition, store.append)
                 progress.done(f"concurrency {point['concurrency']}, {point['context_length']} tokens")

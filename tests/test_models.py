@@ -183,6 +183,7 @@ def write_tiny_gguf(file):
     source = models.load(models.resolve("random:llama"), "float32")
     settings, q4 = source.config, gguf.GGMLQuantizationType.Q4_0
     writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("tiny")
     for name, value in {
         "block_count": settings.num_hidden_layers, "context_length": 256, "embedding_length": 64,
         "feed_forward_length": 128, "head_count": 4, "head_count_kv": 2, "vocab_size": 512,

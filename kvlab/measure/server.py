@@ -86,7 +86,7 @@ def arguments(version, model, names, port, settings):
 
 def environment(model, cpus):
     """The server's environment: no statistics sent, no network for a local model, threads bound to `cpus`."""
-    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     if Path(model).exists():
         variables.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     if cpus:
@@ -230,7 +230,7 @@ class VllmServer:
                 raise self._failure("timeout", f"the server made no token in {self.startup_timeout_s:.0f} s")
             if time.monotonic() - reported_s >= REPORT_INTERVAL_S:
                 reported_s = time.monotonic()
-                self._report(f"vLLM is starting, {waited_s:.0f} s: {self._log_tail(1)[:100]}")
+                self._report(f"vLLM is starting, {waited_s:.0f} s")
             time.sleep(0.2)
         self.startup_s = time.monotonic() - started_s
         self._report(f"vLLM {self.version} made its first token after {self.startup_s:.0f} s")
