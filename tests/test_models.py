@@ -193,9 +193,9 @@ def write_tiny_gguf(file):
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(256 + number) for number in range(511)] + ["Āā"])
+    writer.add_token_list([chr(256 + number) for number in range(510)] + ["Āā", "Ăă"])
     writer.add_token_types([1] * 512)
-    writer.add_token_merges(["Ā ā"])
+    writer.add_token_merges(["Ā ā", "Ă ă"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = {
