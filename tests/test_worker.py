@@ -92,9 +92,9 @@ def test_br34_the_peak_of_a_point_does_not_depend_on_what_ran_before(measuring):
         pytest.skip("this system does not let a process restart its peak")
     scores_bytes = 8 * 2048**2 * 4  # heads, tokens squared, float32: one layer's, all freed again
     for use_cache in (True, False):
-        # A process's first run also pages in code and work space, once; 8 MiB are left for such things.
-        assert short_again[use_cache] == pytest.approx(short[use_cache], rel=0.01, abs=2**23)
-        assert long_again[use_cache] == pytest.approx(long[use_cache], rel=0.01, abs=2**23)
+        # The allocator may keep one freed buffer more or less (here the mask: 16 MiB of 700).
+        assert short_again[use_cache] == pytest.approx(short[use_cache], rel=0.03)
+        assert long_again[use_cache] == pytest.approx(long[use_cache], rel=0.03)
         assert long[use_cache] - short_again[use_cache] > scores_bytes
 
 
