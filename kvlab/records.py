@@ -52,13 +52,6 @@ def append_line(path: Path, value: dict) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, value: dict) -> None:
-    """Replace a small JSON file in one step, so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(part, path)
-
-
 def set_aside_torn_line(path: Path) -> None:
     """Move an unfinished last line into `<name>.torn`, so that the next record starts on a line of its own."""
     content = path.read_bytes() if path.exists() else b""
@@ -80,7 +73,7 @@ def set_aside_torn_line(path: Path) -> None:
 
 
 def load(path: Path) -> list[dict]:
-    """All records of a file (an absent file holds none); lines that are no record are named in a warning and skipped."""
+    """All records of a file (an absent file holds none); lines that are no record are skipped with a warning."""
     path = Path(path)
     if not path.exists():
         return []

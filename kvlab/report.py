@@ -47,7 +47,7 @@ def checked(profile: str, assignments: list[str]) -> dict:
     check_device(values)
     try:
         source = models.resolve(values["model"], values["model_revision"])
-        params.check_positions(values, models.max_positions(models.config(source)))
+        params.check_positions(values, models.outline(source).max_positions)
     except params.ParameterError:
         raise
     except (ValueError, OSError) as error:
@@ -84,7 +84,7 @@ def shown_progress(profile: str):
     """Show on the terminal what the kernels report through the file named by KVLAB_PROGRESS."""
     path = paths.results(profile) / "progress.log"
     path.write_text("")
-    os.environ["KVLAB_PROGRESS"] = str(path)
+    os.environ |= {"KVLAB_PROGRESS": str(path), "TQDM_DISABLE": "1"}  # no bar of a library reaches the page
     done = threading.Event()
     follower = threading.Thread(target=follow, args=(path, done), daemon=True)
     follower.start()

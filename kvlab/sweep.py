@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from kvlab import paths
 from kvlab.params import longest_served_output, output_tokens_at
-from kvlab.records import DONE, Store, environments, key, remember_environment, write_atomically
+from kvlab.records import DONE, Store, environments, key, remember_environment
 
 
 def model_point(p: SimpleNamespace) -> dict:
@@ -52,7 +52,8 @@ def begin(p: SimpleNamespace, environment: dict) -> Run:
     """Remember what this run is about (its environment and parameters beside the records) and return it."""
     folder = paths.results(p.profile)
     remember_environment(folder, environment)
-    write_atomically(folder / "parameters.json", {**parameters(p.profile), **vars(p)})
+    given = {**parameters(p.profile), **vars(p)}
+    paths.replace(folder / "parameters.json", json.dumps(given, ensure_ascii=False, indent=1, sort_keys=True) + "\n")
     return Run(p.profile, environment)
 
 
@@ -174,7 +175,7 @@ def serving(
 ) -> None:
     """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
 
-    `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` calls `keep` with each record.
+    `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` keeps each record.
     """
     store = run.store("s1")
     pending = missing(store.load(), "point", serving_points(p), p.remeasure)

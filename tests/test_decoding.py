@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvlab import models
+from kvlab import models, weights
 from kvlab.measure import decoding, memory, timing
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma", "gpt2", "qwen3", "deepseek_v3"]
@@ -21,7 +21,7 @@ gc.freeze()  # collecting between the arms need not walk through all of torch
 def load(architecture, attention="sdpa", dtype="float32"):
     if architecture not in transformers.CONFIG_MAPPING:
         pytest.skip(f"Transformers {transformers.__version__} has no {architecture}")
-    return models.load(models.resolve(f"random:{architecture}"), dtype, "cpu", attention)
+    return weights.load(models.resolve(f"random:{architecture}"), dtype, "cpu", attention)
 
 
 def point(**changes):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from kvlab import models
+from kvlab import models, weights
 from kvlab.measure import decoding, memory, timing
 
 
@@ -58,50 +58,50 @@ def test_a_folder_without_a_model_says_what_it_needs(tmp_path):
 
 def test_a_model_without_a_kv_cache_is_refused_with_a_sentence():
     with pytest.raises(ValueError, match="mamba has no KV cache"):
-        models.load(models.resolve("random:mamba"), "float32")
+        weights.load(models.resolve("random:mamba"), "float32")
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": "float64"}, {"dtype": "float32", "attention": "fast"}])
 def test_an_unknown_dtype_or_kernel_is_refused_with_the_choices(wrong):
     with pytest.raises(ValueError, match="is none of"):
-        models.load(models.resolve("random:llama"), **wrong)
+        weights.load(models.resolve("random:llama"), **wrong)
 
 
 def test_the_limit_of_positions_is_read_whatever_its_name():
     for name in ("llama", "gpt2"):
-        assert models.max_positions(models.config(models.resolve(f"random:{name}"))) == 256
+        assert weights.max_positions(weights.config(models.resolve(f"random:{name}"))) == 256
     with pytest.raises(ValueError, match="no limit"):
-        models.max_positions(transformers.BloomConfig())
+        weights.max_positions(transformers.BloomConfig())
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    first, second = (models.load(models.resolve("random:llama"), "float32") for _ in range(2))
+    first, second = (weights.load(models.resolve("random:llama"), "float32") for _ in range(2))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_switching_the_attention_kernel_changes_what_runs_and_keeps_the_weights(monkeypatch):
-    model = models.load(models.resolve("random:llama"), "float32", attention="eager")
+    model = weights.load(models.resolve("random:llama"), "float32", attention="eager")
     calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
                         lambda *args, **more: calls.append(1) or kernel(*args, **more))  # fmt: skip
-    weights = [weight.data_ptr() for weight in model.parameters()]
+    kept = [weight.data_ptr() for weight in model.parameters()]
 
     def calls_with(attention):
         calls.clear()
-        assert models.switch_attention(model, attention)
+        assert weights.switch_attention(model, attention)
         decoding.generate(model, list(range(16)), 2, True, timing.synchronizer("cpu"))
         return len(calls)
 
     assert [calls_with(name) for name in ("eager", "sdpa", "eager")] == [0, 2 * 2, 0]
-    assert [weight.data_ptr() for weight in model.parameters()] == weights
+    assert [weight.data_ptr() for weight in model.parameters()] == kept
 
 
 def served(name="random:llama"):
-    return models.served_folder(models.resolve(name), "float32")
+    return weights.served_folder(models.resolve(name), "float32")
 
 
 def test_the_served_folder_holds_the_same_model_in_both_rotary_spellings(cache):
@@ -109,8 +109,8 @@ def test_the_served_folder_holds_the_same_model_in_both_rotary_spellings(cache):
     written = json.loads((folder / "config.json").read_text())
     assert folder.parent == cache
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 10000.0
-    from_folder = models.load(models.resolve(str(folder)), "float32")
-    in_memory = models.load(models.resolve("random:llama"), "float32")
+    from_folder = weights.load(models.resolve(str(folder)), "float32")
+    in_memory = weights.load(models.resolve("random:llama"), "float32")
     ids = torch.arange(24)[None]
     assert torch.equal(from_folder(ids).logits, in_memory(ids).logits)
 
@@ -121,7 +121,7 @@ def test_a_rotary_base_in_the_new_spelling_alone_is_not_lost(cache):
     written.pop("rope_theta")
     written["rope_parameters"]["rope_theta"] = 5000.0
     (folder / "config.json").write_text(json.dumps(written))
-    settings = models.config(models.resolve(str(folder)))
+    settings = weights.config(models.resolve(str(folder)))
     theta = settings.rope_theta if hasattr(settings, "rope_theta") else settings.rope_parameters["rope_theta"]
     assert theta == 5000.0
 
@@ -138,7 +138,7 @@ def flip(file):
 
 @pytest.mark.parametrize("damage, name", [
     (cut, "model.safetensors"), (flip, "model.safetensors"), (Path.unlink, "config.json"),
-    (Path.unlink, models.MANIFEST), (cut, models.MANIFEST),
+    (Path.unlink, weights.MANIFEST), (cut, weights.MANIFEST),
 ])  # fmt: skip
 def test_a_torn_folder_is_noticed_and_written_again(cache, damage, name):
     folder = served()
@@ -157,30 +157,30 @@ def test_what_a_killed_conversion_left_behind_does_no_harm(cache):
 
 
 def test_converters_at_the_same_time_write_once(cache, monkeypatch):
-    written, write = [], models._write_served
-    monkeypatch.setattr(models, "_write_served", lambda *args: written.append(1) or write(*args))
+    written, write = [], weights._write_served
+    monkeypatch.setattr(weights, "_write_served", lambda *args: written.append(1) or write(*args))
     threads = [threading.Thread(target=served) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert written == [1]
-    assert models._intact(served())
+    assert weights._intact(served())
 
 
 def test_only_safetensors_or_gguf_are_read(tmp_path, cache):
-    models.load(models.resolve("random:llama"), "float32").save_pretrained(tmp_path / "folder")
-    weights = tmp_path / "folder" / "model.safetensors"
-    torch.save({}, weights.with_name("pytorch_model.bin"))
-    weights.unlink()
+    weights.load(models.resolve("random:llama"), "float32").save_pretrained(tmp_path / "folder")
+    kept = tmp_path / "folder" / "model.safetensors"
+    torch.save({}, kept.with_name("pytorch_model.bin"))
+    kept.unlink()
     with pytest.raises(OSError):
-        models.load(models.resolve(str(tmp_path / "folder")), "float32")
+        weights.load(models.resolve(str(tmp_path / "folder")), "float32")
 
 
 def write_tiny_gguf(file):
     """Write a two-layer llama with 4-bit weights and a byte-level vocabulary, as GGUF."""
     gguf = pytest.importorskip("gguf")
-    source = models.load(models.resolve("random:llama"), "float32")
+    source = weights.load(models.resolve("random:llama"), "float32")
     settings, q4 = source.config, gguf.GGMLQuantizationType.Q4_0
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
@@ -222,12 +222,12 @@ def test_br33_a_4_bit_file_is_labelled_as_what_runs(tmp_path, cache, dtype, byte
     file = tmp_path / "tiny.gguf"
     write_tiny_gguf(file)
     source = models.resolve(str(file))
-    model = models.load(source, dtype)
-    facts = models.facts(source)
+    model = weights.load(source, dtype)
+    facts = weights.facts(source)
     assert (facts["file_type"], facts["dequantised"]) == ("GGUF Q4_0", True)
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
-    weights = sum(weight.numel() for weight in model.parameters())
-    assert memory.parameter_bytes(model) == weights * bytes_each > 5 * file.stat().st_size * bytes_each / 4
+    kept = sum(weight.numel() for weight in model.parameters())
+    assert memory.parameter_bytes(model) == kept * bytes_each > 5 * file.stat().st_size * bytes_each / 4
     assert facts["model_revision"].startswith("sha256-") and set(facts["files"]) == {"tiny.gguf"}
 
 
@@ -254,7 +254,7 @@ def reference_tokenizer(source):
 
 def test_br33_the_default_models_tokenizer_gives_the_ids_of_its_own_vocabulary():
     source = models.resolve(models.DEFAULT)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(models.served_folder(source, "float32"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.served_folder(source, "float32"))
     reference = reference_tokenizer(source)
     for text in ("The KV cache stores keys.", "中文缓存：键与值，加速解码。", "mixed 缓存 text, 2048 tokens"):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -267,24 +267,24 @@ import socket, json
 def refuse(*args): raise AssertionError("the network was touched")
 socket.socket.connect = refuse
 socket.getaddrinfo = refuse
-from kvlab import models
+from kvlab import models, weights
 from kvlab.measure import decoding, memory, timing
 from kvlab.prompts import token_ids
 source = models.resolve("smollm2-135m-instruct")
-model = models.load(source, "float32", "cpu", "sdpa")
+model = weights.load(source, "float32", "cpu", "sdpa")
 prompt = token_ids(128, 0, 0, model.config.vocab_size, range(17))
 wait = timing.synchronizer("cpu")
 arms = [decoding.generate(model, prompt, 8, cached, wait) for cached in (True, False)]
 print(json.dumps([arms[0].token_ids, arms[1].token_ids, arms[0].kv_cache_bytes,
-                  memory.parameter_bytes(model), models.facts(source)["file_type"],
-                  models.max_positions(model.config)]))
+                  memory.parameter_bytes(model), weights.facts(source)["file_type"],
+                  weights.max_positions(model.config)]))
 """
 
 
 def test_the_default_model_decodes_alike_in_both_arms_and_touches_no_network():
     hub = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run([sys.executable, "-c", DEFAULT_WITHOUT_NETWORK], capture_output=True, text=True,
-                          env=hub | {"PYTHONPATH": str(Path(models.__file__).parents[1])})  # fmt: skip
+                          env=hub | {"PYTHONPATH": str(Path(weights.__file__).parents[1])})  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     cached, uncached, cache_bytes, *known = json.loads(done.stdout.splitlines()[-1])
     assert cached == uncached and len(cached) == 8

@@ -15,9 +15,10 @@ from kvlab import params, paths, records, sweep
 from kvlab.analyse import summary
 
 
-def command(folder, *more, **popen):
+def command(folder, *more):
     environment = os.environ | {"KVLAB_OUTPUT": str(folder)}
-    return [sys.executable, "-m", "kvlab", "report", "--profile", "smoke", *more], {"env": environment, "cwd": paths.ROOT}
+    arguments = [sys.executable, "-m", "kvlab", "report", "--profile", "smoke", *more]
+    return arguments, {"env": environment, "cwd": paths.ROOT}
 
 
 def run(folder, *more):
@@ -62,7 +63,7 @@ def test_smoke_leaves_a_page_in_both_languages_and_nothing_running(smoke):
         assert word in page and "Traceback" not in page
         assert not re.search(r"(src|href)=\"https?://", page)
         assert str(smoke) not in page and str(paths.ROOT) not in page
-        for name in ("tpot_by_context", "ttft_by_context", "speedups_by_context", "step_curve", "serving_by_concurrency"):
+        for name in ("tpot_by_context", "ttft_by_context", "speedups_by_context", "step_curve", "kv_bytes_by_context"):
             assert (smoke / "figures" / "smoke" / f"{name}.{language}.svg").stat().st_size > 1000
     assert not left_behind()
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from test_server import family, gone, port_is_free
 
-from kvlab import models, prompts
+from kvlab import models, prompts, weights
 from kvlab.analyse import definitions
 from kvlab.measure import client, server
 
@@ -31,7 +31,7 @@ with VllmServer(folder, "smol", 640, "float32", True, 96 * 2**20, log_path=log_p
 
 @pytest.fixture(scope="module")
 def folder():
-    return models.served_folder(models.resolve("smollm2-135m-instruct"), "float32")
+    return weights.served_folder(models.resolve("smollm2-135m-instruct"), "float32")
 
 
 @pytest.fixture(scope="module")

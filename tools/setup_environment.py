@@ -230,6 +230,14 @@ def install_lock(folder, lock, stack):
         pip_install(folder, ["-c", str(lock), torch], len(versions) + len(gpu_packages))
 
 
+def compile_modules(folder):
+    """Compiles every module once, on all cores: where Python may not write its caches, each start would do it again."""
+    say("compiling what was installed (a minute)")
+    (site_packages,) = folder.glob("lib/python3.*/site-packages")
+    command = [str(folder / "bin/python"), "-m", "compileall", "-q", "-j", "0", str(site_packages)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # templates that are no Python stay
+
+
 def build(folder, lock, stack):
     """Brings the environment up to date; interrupted at any moment, the next call does it again."""
     wanted, stamp, started = wanted_stamp(ROOT, lock), folder / "kvlab-stamp.json", time.monotonic()
@@ -243,6 +251,7 @@ def build(folder, lock, stack):
             stamp.unlink()
         create(folder)
         install_lock(folder, lock, stack)
+        compile_modules(folder)
     pip_install(folder, ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)], 1)
     stamp.write_text(json.dumps(wanted))
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")

@@ -22,7 +22,7 @@ def ttft_s(record: dict) -> float | None:
 
 
 def last_token_s(record: dict) -> float | None:
-    """Arrival of the last output token in seconds from the send; a token without text arrives with its finish reason."""
+    """Arrival of the last output token in seconds from the send; one without text comes with its finish reason."""
     times = record.get("arrival_times_s") or []
     return times[-1] if times else record.get("finished_s")
 

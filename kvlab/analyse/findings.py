@@ -16,7 +16,7 @@ CONTROL_LOW, CONTROL_HIGH = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's verdict: "supported", "not_supported" or "no_verdict", its effect and the numbers of its sentence."""
+    """A question's verdict ("supported", "not_supported", "no_verdict"), its effect and its sentence's numbers."""
 
     question: str
     verdict: str
@@ -85,7 +85,7 @@ def longest_length(rows: pd.DataFrame) -> float:
 
 
 def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
-    """Smallest length whose total speed-up lies above 1 with its whole interval, and whether it is the shortest measured."""
+    """Smallest length whose whole interval of the total speed-up lies above 1; is it the shortest measured?"""
     rows = headline(proven(pairs))
     lengths = sorted(rows["context_length"].unique())
     paying = [n for n in lengths if at(rows, n, "total_speedup").low > 1]
@@ -93,7 +93,7 @@ def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
 
 
 def local_slopes(generations: pd.DataFrame) -> pd.DataFrame:
-    """Exponent of TPOT over context length between neighbouring lengths, per kernel and arm (0 flat, 1 linear, 2 quadratic)."""
+    """Exponent of TPOT over length between neighbouring lengths, per kernel and arm (0 flat, 1 linear)."""
     ok = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
     medians = ok.groupby(["attention", "use_cache", "context_length"])["tpot_s"].median().reset_index()
     rows = []
@@ -131,7 +131,7 @@ def unstable(generations: pd.DataFrame, value: str = "tpot_s") -> list[tuple[dic
 
 
 def drift(generations: pd.DataFrame) -> Estimate:
-    """Last control over first control, repetition by repetition (TPOT with cache): about 1 when the machine held still."""
+    """Last control over first, repetition by repetition (TPOT with cache): 1 when the machine held still."""
     control = generations[
         generations["control"].astype(bool)
         & generations["use_cache"].astype(bool)

@@ -279,9 +279,9 @@ def prefix_hit_share(point: dict) -> float | None:
 
 
 SERVING_POINT = [
-    *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed", "kv_cache_usage_max",
-    "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law", "tokens_conserved", "event_loop_lag_max_s",
-    "void",
+    *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed",
+    "kv_cache_usage_max", "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
+    "tokens_conserved", "event_loop_lag_max_s", "void",
 ]  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def most(samples: list[dict], name: str) -> float | None:
 def littles_law(
     measured: list[dict], samples: list[dict], window: tuple[float, float] | None
 ) -> float | None:
-    """Arrival rate x mean latency (client) over mean requests in the server (its own gauges); about 1 when both are right."""
+    """Mean requests in flight by the client over the mean of the server's own gauges; about 1 when both are right."""
     if window is None:
         return None
     start, end = window

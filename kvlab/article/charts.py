@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from kvlab import paths
 from kvlab.article import drawing, prose, readings
 from kvlab.article.drawing import COLOUR, chart, kernel_label, label, tint
 
@@ -22,7 +23,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
     for each in prose.languages(language):
         images = drawing.images(draw(*frames, each))
         for extension, data in images.items():
-            drawing.write_atomically(Path(figures_dir) / f"{name}.{each}.{extension}", data)
+            paths.replace(Path(figures_dir) / f"{name}.{each}.{extension}", data)
         alt = prose.plain(f"{key}.alt" if numbers else "status.no_data", each, **(numbers or {}))
         data = {"image/svg+xml": images["svg"].decode(), "image/png": images["png"], "text/plain": alt}
         prose.emit(

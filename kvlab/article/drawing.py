@@ -4,8 +4,6 @@ import functools
 import importlib.util
 import io
 import math
-import os
-import tempfile
 from pathlib import Path
 
 import matplotlib.style
@@ -63,14 +61,6 @@ def images(figure):
             figure.savefig(buffer, format=extension, metadata=metadata)
             found[extension] = buffer.getvalue()
     return found
-
-
-def write_atomically(path, data):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def label(key, language):

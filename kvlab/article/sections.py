@@ -78,7 +78,8 @@ def provenance(profile: str, language: str) -> dict[str, str]:
     if not known:
         return {}
     names = [f"{experiment}.jsonl" for experiment in ("s1", "s1b")]
-    counts = {name: sum(r["environment"] == known[-1]["environment"] for r in records.load(folder / name)) for name in names}
+    stored = {name: records.load(folder / name) for name in names}
+    counts = {name: sum(r["environment"] == known[-1]["environment"] for r in stored[name]) for name in names}
     facts = {
         "machine": machine_name(known[-1]),
         "environment": known[-1]["environment"],

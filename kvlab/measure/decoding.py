@@ -14,7 +14,7 @@ import numpy
 import torch
 import transformers
 
-from kvlab import models, prompts
+from kvlab import prompts, weights
 from kvlab.measure import memory, timing
 
 CACHES = ("dynamic", "static")
@@ -107,7 +107,7 @@ def _generation(
 
 
 def _check_positions(model: torch.nn.Module, prompt_tokens: int, output_tokens: int) -> None:
-    limit = models.max_positions(model.config)
+    limit = weights.max_positions(model.config)
     if output_tokens < 1 or prompt_tokens + output_tokens > limit:
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {output_tokens} output tokens"

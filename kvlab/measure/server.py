@@ -86,7 +86,8 @@ def arguments(version, model, names, port, settings):
 
 def environment(model, cpus):
     """The server's environment: no statistics sent, no network for a local model, threads bound to `cpus`."""
-    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
+    variables["PYTHONUNBUFFERED"] = "1"
     if Path(model).exists():
         variables.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     if cpus:

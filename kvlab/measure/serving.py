@@ -3,7 +3,6 @@
 import json
 import zlib
 from contextlib import nullcontext
-from functools import lru_cache
 from types import SimpleNamespace
 
 from kvlab import models, paths, prompts
@@ -16,7 +15,7 @@ def open_server(p: SimpleNamespace, max_model_len: int, report=None):
     if p.base_url:
         return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=lambda: {}))
     return VllmServer(
-        models.served_folder(models.resolve(p.model, p.model_revision), p.dtype),
+        served_folder(p),
         p.model,
         max_model_len,
         p.dtype,
@@ -33,9 +32,15 @@ def open_server(p: SimpleNamespace, max_model_len: int, report=None):
     )
 
 
-def measure_point(server, p: SimpleNamespace, point: dict, repetition: int, keep) -> None:
+def served_folder(p: SimpleNamespace):
+    from kvlab import weights  # torch and Transformers: only for a server that has to be started
+
+    return weights.served_folder(models.resolve(p.model, p.model_revision), p.dtype)
+
+
+def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep) -> None:
     """Run one point and hand each record to `keep`; raises ServerError when the server died under it."""
-    warmup = max(2, point["concurrency"])
+    warmup = point["concurrency"]
     measured = max(p.serving_min_requests, p.serving_requests_per_stream * point["concurrency"])
     records = run_point(
         server.base_url,
@@ -60,16 +65,8 @@ def about_server(record: dict, server) -> dict:
 
 def unique_prompts(p: SimpleNamespace, point: dict, repetition: int, count: int) -> list[list[int]]:
     """`count` prompts of exactly the point's length that share no block with those of any other point."""
-    vocab_size, special = vocabulary(p.model, p.model_revision)
+    model = models.outline(models.resolve(p.model, p.model_revision))
     name = json.dumps([p.seed, point, repetition], sort_keys=True)
     seed = zlib.crc32(name.encode())
-    return [prompts.token_ids(point["context_length"], seed, i, vocab_size, special) for i in range(count)]
-
-
-@lru_cache
-def vocabulary(model: str, revision: str) -> tuple[int, tuple[int, ...]]:
-    """Size of a model's vocabulary and its special token ids, which no prompt contains."""
-    config = models.config(models.resolve(model, revision)).get_text_config()
-    named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
-    ids = [i for entry in named for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
-    return config.vocab_size, tuple(sorted(set(ids)))
+    length, special = point["context_length"], model.special_token_ids
+    return [prompts.token_ids(length, seed, i, model.vocab_size, special) for i in range(count)]

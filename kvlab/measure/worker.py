@@ -151,12 +151,12 @@ class _ChildSession:
         import torch
         import transformers
 
-        from kvlab import models
+        from kvlab import weights
         from kvlab.measure.memory import parameter_bytes
 
         model = self._loaded(attention)
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        known = models.facts(self._source) | {"dtype": self._dtype, "parameter_bytes": parameter_bytes(model)}
+        known = weights.facts(self._source) | {"dtype": self._dtype, "parameter_bytes": parameter_bytes(model)}
         return {"facts": known | versions | {"threads": torch.get_num_threads()}}
 
     def _measure_pair(self, point: dict, entropy: list[int]) -> dict:
@@ -175,19 +175,19 @@ class _ChildSession:
         return {"records": [record | {"process": self._process} for record in records]}
 
     def _loaded(self, attention: str) -> object:
-        from kvlab import models
+        from kvlab import weights
 
         if self._model is None or (attention != self._attention and not self._switched(attention)):
             self._model = None  # two copies of the weights may not fit
-            self._model = models.load(self._source, self._dtype, self._device, attention)
+            self._model = weights.load(self._source, self._dtype, self._device, attention)
             gc.freeze()  # what is there now stays: collecting garbage in the middle of a step stays cheap
         self._attention = attention
         return self._model
 
     def _switched(self, attention: str) -> bool:
-        from kvlab import models
+        from kvlab import weights
 
-        return models.switch_attention(self._model, attention)
+        return weights.switch_attention(self._model, attention)
 
 
 def _main() -> None:
