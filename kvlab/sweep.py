@@ -75,7 +75,12 @@ def parameters(profile: str) -> dict:
 def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     """S1b: (point, repetitions) of every context length with every attention kernel."""
     lengths = [(n, output_tokens_at(vars(p), n)) for n in p.context_lengths]
-    return [(on_off_point(p, kernel, *n), p.repetitions) for kernel in p.attention_kernels for n in lengths]
+    repetitions = {"eager": min(p.eager_repetitions, p.repetitions)}
+    return [
+        (on_off_point(p, kernel, *n), repetitions.get(kernel, p.repetitions))
+        for kernel in p.attention_kernels
+        for n in lengths
+    ]
 
 
 def curve_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -134,13 +139,18 @@ def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeas
     `kind` is the record that completes a point; a pair of arms needs both of its records. With `remeasure`, new
     repetitions are numbered behind the recorded ones.
     """
-    done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not r.get("control")]
+    done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not is_control(r)]
     arms = Counter(r.get("pair") for r in done)
     complete = {key(r) for r in done if r.get("pair") is None or arms[r["pair"]] == 2}
     before = max((r["repetition"] for r in done), default=0) if remeasure else 0
     last = max(repetitions for _, repetitions in points)
     wanted = [(x, before + i) for i in range(1, last + 1) for x, repetitions in points if i <= repetitions]
     return [w for w in wanted if key({"point": w[0], "repetition": w[1]}) not in complete]
+
+
+def is_control(record: dict) -> bool:
+    """Records that watch the experiment and are no result of it."""
+    return bool(record.get("control") or record.get("negative_control"))
 
 
 def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
@@ -157,12 +167,16 @@ def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
         control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
-                for record in worker.measure_pair(point, repetition, control=point is control):
-                    store.append(record | {"experiment": "s1b"})
+                keep(store, worker.measure_pair(point, repetition, control=point is control))
                 if point is not control:
-                    progress.done(
-                        f"{point['attention']} {point['context_length']} tokens, repetition {repetition}"
-                    )
+                    progress.done(f"{point['attention']} {point['context_length']} tokens, repetition {repetition}")
+            if repetition == 1:  # once: a pair with the cache silently off in both arms, which has to be refused
+                keep(store, worker.measure_pair(control, repetition, negative_control=True))
+
+
+def keep(store: Store, records: list[dict]) -> None:
+    for record in records:
+        store.append(record | {"experiment": "s1b"})
 
 
 def shortest(p: SimpleNamespace) -> tuple[int, int]:

@@ -203,10 +203,27 @@ def test_br09_failed_requests_are_counted_and_a_lost_token_is_seen():
     assert summary.points([request(0), request(1), serving_point()])["tokens_conserved"].item()
 
 
-def test_littles_law_is_about_one_when_client_and_server_agree():
-    sent = [request(i) for i in range(4)]
-    assert summary.points([*sent, serving_point()])["littles_law"].item() == pytest.approx(1.0)
+def test_littles_law_is_one_when_arrivals_latency_and_flight_agree():
+    assert summary.littles_law([request(i) for i in range(4)], (0.0, 6.0)) == pytest.approx(1.0)
+    assert summary.littles_law([request(0), request(3)], (0.0, 6.0)) == pytest.approx(1.0)
+    assert summary.littles_law([], None) is None
+
+
+def test_the_clients_ttft_is_held_against_the_servers_own():
+    own = {"ttft_sum_s": 0.8, "ttft_count": 2}
+    row = summary.points([request(0), request(1), serving_point(server_deltas=own)]).iloc[0]
+    assert row["client_over_server_ttft"] == pytest.approx(1.25)
+    others_too = summary.points([request(0), serving_point(server_deltas=own)]).iloc[0]
+    assert pytest.approx(others_too["client_over_server_ttft"], nan_ok=True) == float("nan")
 
 
 def test_requests_of_an_interrupted_point_are_not_counted():
     assert summary.requests([request(0), request(1)]).empty
+
+
+def test_a_pair_spoilt_on_purpose_is_refused_and_in_no_result():
+    both_off = generation(False), generation(False) | {"use_cache": True}
+    spoilt = [r | {"negative_control": True, "pair": "spoilt"} for r in both_off]
+    found = [generation(True), generation(False), *spoilt]
+    assert summary.negative_controls(found) == ["cache_not_used"]
+    assert len(summary.pairs(found)) == 1 and len(summary.generations(found)) == 2

@@ -32,7 +32,9 @@ class FakeWorker:
         self.opened += 1
         yield self
 
-    def measure_pair(self, point, repetition, control):
+    def measure_pair(self, point, repetition, control=False, negative_control=False):
+        if negative_control:
+            return
         self.asked.append((point["attention"], point["context_length"], repetition))
         pair = f"{self.opened}/{len(self.asked)}/{id(self)}"
         for use_cache in (True, False):

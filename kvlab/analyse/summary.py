@@ -114,8 +114,15 @@ def generations(records: list[dict]) -> pd.DataFrame:
     )
 
 
-def of_kind(records: list[dict], *kinds: str) -> list[dict]:
-    return [r for r in records if r["kind"] in kinds]
+def of_kind(records: list[dict], kind: str) -> list[dict]:
+    """Records of one kind, without the pairs that were spoilt on purpose (see `negative_controls`)."""
+    return [r for r in records if r["kind"] == kind and not r.get("negative_control")]
+
+
+def negative_controls(records: list[dict]) -> list[str | None]:
+    """Why each pair that was spoilt on purpose was refused; None for one that slipped through."""
+    spoilt = [r | {"negative_control": False} for r in records if r.get("negative_control")]
+    return [refusal(*pair) for pair in arms(spoilt)]
 
 
 def numeric(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -123,10 +130,10 @@ def numeric(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return frame.astype({name: float for name in columns})
 
 
-def arms(records: list[dict], kind: str = "generation") -> list[tuple[dict, dict]]:
+def arms(records: list[dict]) -> list[tuple[dict, dict]]:
     """(with cache, without cache) of every pair of which both arms were recorded."""
     found: dict[str, dict[bool, dict]] = {}
-    for r in of_kind(records, kind):
+    for r in of_kind(records, "generation"):
         found.setdefault(r["pair"], {})[r["use_cache"]] = r
     return [(pair[True], pair[False]) for pair in found.values() if len(pair) == 2]
 
@@ -177,10 +184,10 @@ def agree(cached: dict, uncached: dict) -> bool:
 PAIR = [*POINT, "repetition", "control", "pair", "refusal", "ttft_ratio", "tpot_speedup", "total_speedup"]
 
 
-def pairs(records: list[dict], kind: str = "generation") -> pd.DataFrame:
+def pairs(records: list[dict]) -> pd.DataFrame:
     """One row per pair of arms: paired ratios, time without cache over time with cache; NaN where refused."""
     rows = []
-    for cached, uncached in arms(records, kind):
+    for cached, uncached in arms(records):
         why = refusal(cached, uncached)
         ratios = {
             name: None if why else d.paired_ratio(number(uncached), number(cached))
@@ -281,6 +288,7 @@ def prefix_hit_share(point: dict) -> float | None:
 SERVING_POINT = [
     *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed",
     "kv_cache_usage_max", "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
+    "client_over_server_ttft",
     "tokens_conserved", "event_loop_lag_max_s", "void",
 ]  # fmt: skip
 
@@ -290,7 +298,13 @@ def points(records: list[dict]) -> pd.DataFrame:
     rows = [serving_point(point, sent) for point, sent in attempts(records)]
     frame = pd.DataFrame(rows, columns=SERVING_POINT)
     return numeric(
-        frame, "throughput_tokens_per_s", "window_s", "kv_cache_usage_max", "littles_law", "prefix_hit_share"
+        frame,
+        "throughput_tokens_per_s",
+        "window_s",
+        "kv_cache_usage_max",
+        "littles_law",
+        "prefix_hit_share",
+        "client_over_server_ttft",
     )
 
 
@@ -311,7 +325,8 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
         "waiting_max": most(samples, "waiting"),
         "preemptions": (point.get("server_deltas") or {}).get("preemptions"),
         "prefix_hit_share": prefix_hit_share(point),
-        "littles_law": littles_law(measured, samples, window),
+        "littles_law": littles_law(measured, window),
+        "client_over_server_ttft": client_over_server_ttft(point, measured),
         "tokens_conserved": tokens_conserved(point, measured),
         "event_loop_lag_max_s": lag[1],
         "void": void_reason(point),
@@ -323,21 +338,22 @@ def most(samples: list[dict], name: str) -> float | None:
     return max(values) if values else None
 
 
-def littles_law(
-    measured: list[dict], samples: list[dict], window: tuple[float, float] | None
-) -> float | None:
-    """Mean requests in flight by the client over the mean of the server's own gauges; about 1 when both are right."""
-    if window is None:
+def littles_law(measured: list[dict], window: tuple[float, float] | None) -> float | None:
+    """Completions per second x mean latency over mean requests in flight, all in the window; 1 in a steady state."""
+    spans = [(r["sent_s"], r["sent_s"] + d.e2e_s(r)) for r in measured if d.e2e_s(r) is not None]
+    if window is None or not spans:
         return None
     start, end = window
-    inside = [
-        s["running"] + (s.get("waiting") or 0)
-        for s in samples
-        if s.get("running") is not None and start <= s["t_s"] <= end
-    ]
-    spans = [(r["sent_s"], r["sent_s"] + d.e2e_s(r)) for r in measured if d.e2e_s(r) is not None]
+    ended = [b - a for a, b in spans if start < b <= end]
     in_flight = sum(max(0.0, min(b, end) - max(a, start)) for a, b in spans) / (end - start)
-    return in_flight / float(np.mean(inside)) if inside and np.mean(inside) else None
+    return sum(ended) / (end - start) / in_flight if in_flight else None
+
+
+def client_over_server_ttft(point: dict, measured: list[dict]) -> float | None:
+    """Mean TTFT by the client over that by the server's own histogram; None where it offers none or counts others."""
+    deltas, seen = point.get("server_deltas") or {}, [d.ttft_s(r) for r in measured if d.ttft_s(r) is not None]
+    total_s, count = deltas.get("ttft_sum_s"), deltas.get("ttft_count")
+    return sum(seen) / total_s if seen and total_s and count == len(seen) else None
 
 
 def tokens_conserved(point: dict, measured: list[dict]) -> bool | None:

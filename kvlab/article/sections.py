@@ -115,6 +115,7 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
         "failed": "checks.failed:count",
         "conserved": "checks.conserved",
         "littles_law": "checks.littles_law",
+        "client_over_server_ttft": "checks.client_over_server_ttft",
         "prefix_hit_share": "checks.prefix_hit_share:%",
         "event_loop_lag_max_s": "checks.event_loop_lag:s",
         "window_s": "checks.window:s",
@@ -147,6 +148,13 @@ def missing(records: list[dict], language: str) -> None:
     failed = [r for r in records if r["kind"] == "server" and r["status"] != "ok"]
     if failed and records[-1] is failed[-1]:
         prose.say("status.missing_section", language, reason=failed[-1]["reason"].splitlines()[0])
+
+
+def negative_control(refused: list[str | None], language: str, source: str) -> None:
+    """The pair that was spoilt on purpose: refused with its reason, or a loud word that the proof failed."""
+    for why in refused:
+        key = "sections.negative_control_refused" if why else "sections.negative_control_passed"
+        prose.say(key, language, source=source, reason=prose.both(f"refusal.{why}") if why else "")
 
 
 def trouble(

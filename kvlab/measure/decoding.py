@@ -18,6 +18,7 @@ from kvlab import prompts, weights
 from kvlab.measure import memory, timing
 
 CACHES = ("dynamic", "static")
+WARM_UP_TOKENS = 512
 _warm: WeakKeyDictionary = WeakKeyDictionary()  # model -> the shape families it has already run
 _arms_run = itertools.count()
 
@@ -210,16 +211,17 @@ def _inputs(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) ->
 
 
 def _warm_up(model: torch.nn.Module, point: dict, inputs: dict) -> int:
-    """Run each shape family once per process, untimed: a prefill of this length and one step of one token.
+    """Run each shape family once per process, untimed: a prefill and one step of one token.
 
-    A step without cache has the shape of a prefill, so two forwards cover both arms. Returns their number.
+    A step without cache has the shape of a prefill, so two forwards cover both arms. Lengths beyond WARM_UP_TOKENS
+    are one family: they run the same kernels for longer, at seconds a forward on a CPU. Returns the forwards' number.
     """
-    names = ("attention", "cache", "context_length", "batch_size")
-    family = tuple(point.get(name) for name in names)
+    length = min(point["context_length"], WARM_UP_TOKENS)
+    family = (length, *(point.get(name) for name in ("attention", "cache", "batch_size")))
     if family not in _warm.setdefault(model, set()):
         _warm[model].add(family)
-        warm_point = {**point, "output_tokens": 2}
-        _measure_arm(model, warm_point, True, {"prompt_ids": inputs["prompt_ids"], "feed": None})
+        prompt_ids = [row[:length] for row in inputs["prompt_ids"]]
+        _measure_arm(model, {**point, "output_tokens": 2}, True, {"prompt_ids": prompt_ids, "feed": None})
     return 2
 
 

@@ -13,9 +13,11 @@ NAMES = {
     "generation_tokens": ("vllm:generation_tokens",),
     "prefix_queries": ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
     "prefix_hits": ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+    "ttft_sum_s": ("vllm:time_to_first_token_seconds_sum",),
+    "ttft_count": ("vllm:time_to_first_token_seconds_count",),
 }
 SAMPLED = ("kv_cache_usage", "running", "waiting")
-COUNTERS = ("prompt_tokens", "generation_tokens", "preemptions", "prefix_queries", "prefix_hits")
+COUNTERS = tuple(name for name in NAMES if name not in SAMPLED)
 
 
 def parse(text):
