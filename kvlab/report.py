@@ -13,8 +13,8 @@ from filelock import FileLock, Timeout
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from kvlab import models, params, paths
-from kvlab.article import render, sections
+from kvlab import models, params, paths, sweep
+from kvlab.article import prose, render, sections
 from kvlab.measure import telemetry
 
 EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
@@ -31,10 +31,11 @@ def report(profile: str, assignments: list[str]) -> int:
     values = checked(profile, assignments)
     start_s = time.monotonic()
     with exclusive(profile), shown_progress(profile):
-        failures = [failure for name in EXECUTION_ORDER if (failure := execute(name, values))]
-        pages = write_pages(profile, values)
-    for failure in failures:
-        print(f"kvlab: {failure}", file=sys.stderr)
+        sweep.remember_parameters(values)
+        failures = {name: why for name in EXECUTION_ORDER if (why := execute(name, values))}
+        pages = write_pages(profile, failures)
+    for name, why in failures.items():
+        print(f"kvlab: {name} stopped: {why}", file=sys.stderr)
     print(
         f"kvlab: {', '.join(paths.public(page) for page in pages)} written, {time.monotonic() - start_s:.0f} s"
     )
@@ -128,24 +129,32 @@ def execute(name: str, values: dict) -> str | None:
             extra_arguments=["--log-level=CRITICAL"],  # the kernel says nothing on the terminal
         )
     except PapermillExecutionError as error:
-        return f"{name} stopped: {error.ename}: {error.evalue}"
+        return f"{error.ename}: {error.evalue}"
     except (DeadKernelError, CellExecutionError) as error:
-        return f"{name} stopped: its kernel died ({error})"
+        return f"its kernel died ({error})"
     return None
 
 
-def write_pages(profile: str, values: dict) -> list[Path]:
-    """Split every executed notebook by language and write one self-contained page per language."""
-    folder = paths.results(profile)
-    executed = {name: nbformat.read(executed_path(profile, name), as_version=4) for name in PAGE_ORDER}
-    pages = []
+def write_pages(profile: str, failures: dict[str, str]) -> list[Path]:
+    """Split every executed notebook by language and write one self-contained page per language.
+
+    `failures` maps a notebook that stopped to its reason, which stands on top of the page.
+    """
+    folder, pages = paths.results(profile), []
+    present = [name for name in PAGE_ORDER if executed_path(profile, name).exists()]
+    executed = {name: nbformat.read(executed_path(profile, name), as_version=4) for name in present}
+    unshown = {name: why for name, why in failures.items() if not (name in executed and shows_error(executed[name]))}
     for language in LANGUAGES:
         parts = [render.split(notebook, language) for notebook in executed.values()]
         for name, part in zip(executed, parts):
-            nbformat.write(part, folder / f"{name}.{language}.ipynb")
-        page = folder / f"article.{language}.html"
-        page.write_text(
-            render.page(parts, language, provenance=sections.provenance(profile, language)), encoding="utf-8"
-        )
-        pages.append(page)
+            paths.replace(folder / f"{name}.{language}.ipynb", nbformat.writes(part) + "\n")
+        warnings = [prose.plain("status.failed_notebook", language, notebook=n, reason=r) for n, r in unshown.items()]
+        foot = sections.provenance(profile, language)
+        pages.append(folder / f"article.{language}.html")
+        paths.replace(pages[-1], render.page(parts, language, provenance=foot, warnings=warnings))
     return pages
+
+
+def shows_error(notebook: nbformat.NotebookNode) -> bool:
+    """A cell of the notebook ended with an exception, which its page shows by itself."""
+    return any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))

@@ -50,11 +50,16 @@ class Run:
 
 def begin(p: SimpleNamespace, environment: dict) -> Run:
     """Remember what this run is about (its environment and parameters beside the records) and return it."""
-    folder = paths.results(p.profile)
-    remember_environment(folder, environment)
-    given = {**parameters(p.profile), **vars(p)}
-    paths.replace(folder / "parameters.json", json.dumps(given, ensure_ascii=False, indent=1, sort_keys=True) + "\n")
+    remember_environment(paths.results(p.profile), environment)
+    remember_parameters(vars(p))
     return Run(p.profile, environment)
+
+
+def remember_parameters(values: dict) -> None:
+    """Keep these parameters beside the records, over those of an earlier run: the article reads them there."""
+    known = parameters(values["profile"]) | values
+    text = json.dumps(known, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+    paths.replace(paths.results(values["profile"]) / "parameters.json", text)
 
 
 def last_run(profile: str) -> tuple[Run, SimpleNamespace]:

@@ -17,26 +17,35 @@ def answers(found: list[Answer], environment: dict, language: str, source: str) 
             "question": prose.both(f"answer.{a.question}"),
             "claim": prose.both(f"answer.{a.question}_claim"),
             "verdict": prose.both(f"answer.{a.verdict}"),
-            "effect": a.effect,
+            "effect": prose.both(f"answer.{a.question}_effect", effect=a.effect, **a.numbers),
             "machine": machine_name(environment),
         }
         for a in found
     ]
-    units = {"effect": ":x"}
-    headings = {name: f"answer.{name}{units.get(name, '')}" for name in rows[0]}
-    prose.table(rows, headings, language, source=source)
+    prose.table(rows, {name: f"answer.{name}" for name in rows[0]}, language, source=source)
 
 
 def verdicts(found: list[Answer], break_even: tuple[int | None, bool], language: str, source: str) -> None:
-    """Each answer as a sentence, and from which length on the cache pays."""
+    """Each answer as a sentence, and, where there is a verdict at all, from which length on the cache pays."""
     for a in found:
         prose.say(f"verdict.{a.question}.{a.verdict}", language, source=source, **a.numbers)
     length, is_shortest = break_even
+    if any(a.verdict == "no_verdict" for a in found):
+        return
     if length is None:
         prose.say("verdict.q2.pays_nowhere", language)
     else:
         key = "sections.pays_at_shortest" if is_shortest else "verdict.q2.pays_from"
         prose.say(key, language, source=source, context_length=length)
+
+
+def limits(environment: dict, parameters: dict, language: str) -> None:
+    """What this page does not show, as far as its own records tell."""
+    prose.say("limits.one_machine", language, machine=machine_name(environment), dtype=parameters["dtype"])
+    if environment["card_model"] is None:
+        prose.say("limits.no_gpu", language, model=parameters["model"])
+    if not records.environments(paths.results("a10")):
+        prose.say("limits.no_a10", language)
 
 
 def machine_name(environment: dict) -> str:

@@ -1,0 +1,69 @@
+"""What a reader is told when a notebook stops, and in which interpreter it runs at all."""
+
+import json
+import sys
+
+import nbformat
+import pytest
+
+from kvlab import paths, report
+
+PARAMETERS = 'profile: str = "smoke"\nlanguage: str = "both"'
+KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs cells as the report's only notebook; returns why it stopped, the executed notebook and the English page."""
+    monkeypatch.setenv("KVLAB_OUTPUT", str(tmp_path / "out"))
+    monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(report, "PAGE_ORDER", ("part",))
+
+    def run(*sources):
+        cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell(PARAMETERS)]
+        cells[1].metadata["tags"] = ["parameters"]
+        cells += [nbformat.v4.new_code_cell(source) for source in sources]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "part.ipynb")
+        why = report.execute("part", {"profile": "smoke", "language": "en"})
+        pages = report.write_pages("smoke", {"part": why} if why else {})
+        return why, nbformat.read(report.executed_path("smoke", "part"), as_version=4), pages[-1].read_text()
+
+    return run
+
+
+def outputs(notebook):
+    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+
+
+def test_parameters_reach_the_notebook(run):
+    why, executed, _ = run("print(profile, language)")
+    assert why is None and "smoke en" in outputs(executed)
+
+
+def test_br46_a_killed_kernel_ends_the_notebook_and_keeps_what_was_shown(run):
+    why, executed, page = run("print('first')", "print('second')", KILL, "print('never')")
+    assert "kernel died" in why
+    assert outputs(executed).split() == ["first", "second"]
+    assert "Notebook part failed" in page
+
+
+def test_a_failing_cell_is_named_in_the_page_without_a_machine_path(run):
+    why, _, page = run("print('before')", "raise ValueError('the card is gone')", "print('never')")
+    assert why == "ValueError: the card is gone"
+    assert "the card is gone" in page and "before" in page and str(paths.ROOT) not in page
+
+
+def test_br45_the_notebook_runs_in_this_interpreter_whatever_kernels_the_user_has(run, tmp_path, monkeypatch):
+    stranger = tmp_path / "jupyter" / "kernels" / "python3"
+    stranger.mkdir(parents=True)
+    spec = {"argv": ["/nonexistent/python", "-f", "{connection_file}"], "display_name": "theirs", "language": "python"}
+    (stranger / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    why, executed, _ = run("import sys; print(sys.executable)")
+    assert why is None and outputs(executed).strip() == sys.executable
+
+
+def test_br47_progress_bars_and_stderr_leave_nothing_in_the_page(run):
+    bar = "import sys\nfor i in range(50): print(f'\\r{i * 2}%|####', end='')\nprint('warn', file=sys.stderr)"
+    _, _, page = run(bar)
+    assert page.count("%|####") <= 1 and "warn" not in page.split("<main")[1].split("print(")[0]
