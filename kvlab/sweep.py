@@ -52,7 +52,7 @@ def begin(p: SimpleNamespace, environment: dict) -> Run:
     """Remember what this run is about (its environment and parameters beside the records) and return it."""
     remember_environment(paths.results(p.profile), environment)
     remember_parameters(vars(p))
-    return Run(p.profile, environment)
+    return Run(p.profile, environments(paths.results(p.profile))[-1])  # as it was when it first recorded
 
 
 def remember_parameters(values: dict) -> None:

@@ -136,6 +136,19 @@ def test_verdicts_follow_the_numbers():
     assert findings.phase(flat).verdict == findings.growth(flat).verdict == "not_supported"
 
 
+def test_intervals_that_allow_both_leave_the_question_undecided():
+    noisy = sweep_of(6, lambda n: 1.0)
+    noisy["tpot_speedup"] *= 1 + 0.2 * (noisy["repetition"] % 2 - 0.5)
+    noisy.loc[noisy["context_length"] == 32, "tpot_speedup"] **= -1
+    assert findings.growth(noisy).verdict == findings.phase(noisy).verdict == "undecided"
+
+
+def test_a_control_that_cannot_be_one_refutes_the_experiment():
+    broken = sweep_of(6, lambda n: n / 4)
+    broken["ttft_ratio"] = 1.5
+    assert findings.phase(broken).verdict == "not_supported"
+
+
 def test_no_verdict_below_six_repetitions_however_clear_it_looks():
     few = sweep_of(5, lambda n: n)
     assert findings.phase(few).verdict == findings.growth(few).verdict == "no_verdict"

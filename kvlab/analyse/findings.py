@@ -16,7 +16,7 @@ CONTROL_LOW, CONTROL_HIGH = (
 
 @dataclass(frozen=True)
 class Answer:
-    """A question's verdict ("supported", "not_supported", "no_verdict"), its effect and its sentence's numbers."""
+    """A question's verdict (see `verdict`), its effect and the numbers of its sentence."""
 
     question: str
     verdict: str
@@ -51,8 +51,9 @@ def phase(pairs: pd.DataFrame) -> Answer:
     longest = longest_length(rows)
     speedup = at(rows, longest, "tpot_speedup")
     holds = CONTROL_LOW <= control.low and control.high <= CONTROL_HIGH and speedup.low > 1
+    fails = control.high < CONTROL_LOW or control.low > CONTROL_HIGH or speedup.high <= 1
     numbers = {"context_length": longest, "tpot_speedup": speedup, "ttft_ratio": control, "n": speedup.n}
-    return Answer("q1", verdict(holds, control, speedup), speedup, numbers)
+    return Answer("q1", verdict(holds, fails, control, speedup), speedup, numbers)
 
 
 def growth(pairs: pd.DataFrame) -> Answer:
@@ -70,14 +71,17 @@ def growth(pairs: pd.DataFrame) -> Answer:
         "speedup_longest": at(rows, longest, "tpot_speedup"),
         "n": gain.n,
     }
-    return Answer("q2", verdict(gain.low > 1, gain), gain, numbers)
+    return Answer("q2", verdict(gain.low > 1, gain.high <= 1, gain), gain, numbers)
 
 
-def verdict(holds: bool, *evidence: Estimate) -> str:
-    """ "no_verdict" where any estimate rests on fewer than six values, else whether the claim holds."""
+def verdict(holds: bool, fails: bool, *evidence: Estimate) -> str:
+    """"supported" or "not_supported" where the whole intervals say so, "undecided" where they allow both.
+
+    "no_verdict" where any estimate rests on fewer than six values.
+    """
     if not all(estimate.conclusive for estimate in evidence):
         return "no_verdict"
-    return "supported" if holds else "not_supported"
+    return "supported" if holds else "not_supported" if fails else "undecided"
 
 
 def longest_length(rows: pd.DataFrame) -> float:

@@ -15,7 +15,7 @@ LANGUAGES = ("zh", "en")
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 UNIT_SPACE = re.compile(r"(?<=\d) (?=[^\W\d]|%)|(?<=\bn) (?==)|(?<==) (?=\d)")  # where no line may break
-MARKDOWN_SIGNS = re.compile(r"[\\`*_\[\]|~#$!]")
+ACTIVE_SIGNS = re.compile(r"[&<>\"'\\`*_\[\]|~#$!]")  # of HTML and of Markdown
 
 
 def languages(language):
@@ -146,7 +146,7 @@ def escape(text):
     """Markup that shows `text` literally in HTML and in Markdown; markup passes through."""
     if isinstance(text, Markup):
         return text
-    return Markup(MARKDOWN_SIGNS.sub(lambda sign: f"&#{ord(sign[0])};", html.escape(str(text))))
+    return Markup(ACTIVE_SIGNS.sub(lambda sign: f"&#{ord(sign[0])};", str(text)))
 
 
 def text(key, language, *, source=None, **numbers):

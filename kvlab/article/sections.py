@@ -30,7 +30,7 @@ def verdicts(found: list[Answer], break_even: tuple[int | None, bool], language:
     for a in found:
         prose.say(f"verdict.{a.question}.{a.verdict}", language, source=source, **a.numbers)
     length, is_shortest = break_even
-    if any(a.verdict == "no_verdict" for a in found):
+    if any(a.verdict in ("no_verdict", "undecided") for a in found):
         return
     if length is None:
         prose.say("verdict.q2.pays_nowhere", language)
@@ -127,7 +127,6 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
         "client_over_server_ttft": "checks.client_over_server_ttft",
         "prefix_hit_share": "checks.prefix_hit_share:%",
         "event_loop_lag_max_s": "checks.event_loop_lag:s",
-        "window_s": "checks.window:s",
         "counts": "checks.counts",
     }
     prose.table(rows, headings, language, source=source)
