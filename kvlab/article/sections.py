@@ -1,13 +1,14 @@
 """Parts of the article that are tables and lists of sentences: what they say is computed from frames."""
 
 import pandas as pd
+from markupsafe import Markup
 
 from kvlab import paths, records
 from kvlab.analyse.findings import Answer, refusals, unstable
 from kvlab.analyse.summary import Estimate
 from kvlab.article import prose
 
-ANSWER_FIGURES = {"q1": "ttft_by_context", "q2": "speedups_by_context"}
+ANSWER_FIGURES = {"q1": "phase_share", "q2": "speedups_by_context"}
 
 
 def answers(found: list[Answer], environment: dict, language: str, source: str) -> None:
@@ -19,10 +20,16 @@ def answers(found: list[Answer], environment: dict, language: str, source: str) 
             "verdict": prose.both(f"answer.{a.verdict}"),
             "effect": prose.both(f"answer.{a.question}_effect", effect=a.effect, **a.numbers),
             "machine": machine_name(environment),
+            "chart": link_to_figure(ANSWER_FIGURES[a.question]),
         }
         for a in found
     ]
     prose.table(rows, {name: f"answer.{name}" for name in rows[0]}, language, source=source)
+
+
+def link_to_figure(name: str) -> dict[str, Markup]:
+    link = Markup('<a href="#fig-{}">{}</a>')
+    return {each: link.format(name, prose.plain(f"charts.{name}.title", each)) for each in prose.LANGUAGES}
 
 
 def verdicts(found: list[Answer], break_even: tuple[int | None, bool], language: str, source: str) -> None:
