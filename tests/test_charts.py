@@ -156,9 +156,9 @@ def test_show_saves_and_displays_both_languages_identically_on_redraw(shown, tmp
 
 def test_another_process_draws_the_same_bytes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from kvlab.article import charts, drawing\n"
+        "import sys; from pathlib import Path; from kvlab import paths; from kvlab.article import charts, drawing\n"
         "for kind, data in drawing.images(charts.mechanism('zh')).items():\n"
-        "    drawing.write_atomically(Path(sys.argv[1]) / kind, data)"
+        "    paths.replace(Path(sys.argv[1]) / kind, data)"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(charts.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=60)
