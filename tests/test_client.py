@@ -159,22 +159,22 @@ def test_closed_loop_keeps_n_in_flight_from_staggered_starts(tmp_path):
     slow = Case([(100, text("a", **usage(1))), (200, text("b", "length", **usage(2))), (200, DONE)], {})
     point = {**POINT, "concurrency": 4, "output_jitter": 0.25}
     with replaying(tmp_path, slow) as server:
-        records, summary = server.measure(*[1] * 16, point=point, stagger_s=0.2)
+        records, summary = server.measure(*[1] * 16, point=point, stagger_s=2.0)
         log = server.log()
     firsts = {record["stream"]: record["sent_s"] for record in reversed(records)}
     gaps_s = [firsts[i + 1] - firsts[i] for i in range(3)]
-    assert gaps_s == pytest.approx([0.05] * 3, abs=0.03)
+    assert gaps_s == pytest.approx([0.5] * 3, abs=0.3)
     for stream in range(4):
         mine = [record for record in records if record["stream"] == stream]
         ends_s = [record["sent_s"] + definitions.e2e_s(record) for record in mine]
         waits_s = [record["sent_s"] - end_s for record, end_s in zip(mine[1:], ends_s, strict=False)]
-        assert all(0 <= wait_s < 0.05 for wait_s in waits_s)
+        assert all(0 <= wait_s < 0.5 for wait_s in waits_s)
     asked = {record["requested_output_tokens"] for record in records}
     assert len(asked) > 3 and min(asked) >= 12 and max(asked) <= 20
     assert sorted(entry["body"]["max_tokens"] for entry in log) == sorted(
         record["requested_output_tokens"] for record in records
     )
-    assert summary["event_loop_lag_s"][0] < 0.05
+    assert summary["event_loop_lag_s"][0] < 0.5
     assert summary["server_samples"][0]["kv_cache_usage"] == 0.25
     assert summary["server_deltas"]["generation_tokens"] == 16
     assert summary["server_deltas"]["prefix_hits"] is None
@@ -193,7 +193,7 @@ def test_open_loop_sends_on_schedule_whatever_the_server_does(tmp_path):
     )
     for record in records:
         assert record["client_wait_s"] == pytest.approx(record["sent_s"] - record["scheduled_s"], abs=1e-9)
-        assert 0 <= record["client_wait_s"] < 0.05
+        assert 0 <= record["client_wait_s"] < 0.5
 
 
 def test_a_token_goes_to_the_server_and_into_no_record(tmp_path, monkeypatch):
