@@ -97,8 +97,9 @@ def test_a_fresh_start_after_ctrl_c_in_serving_goes_on_and_leaves_no_server(smok
         if "vLLM is starting" in line:
             break
     os.kill(process.pid, signal.SIGINT)
-    process.stderr.close()
+    said = process.stderr.read()
     assert process.wait(timeout=60) == 130
+    assert "the same command goes on" in said and "Traceback" not in said
     deadline_s = time.monotonic() + 20
     while left_behind() and time.monotonic() < deadline_s:
         time.sleep(0.5)
