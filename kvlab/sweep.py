@@ -209,7 +209,8 @@ def serving(
                 measure_point(server, point, repetition, store.append)
                 progress.done(f"concurrency {point['concurrency']}, {point['context_length']} tokens")
     except unavailable as error:
-        store.append(server_failure(p, str(error)))
+        say(str(error))  # with the end of the server's log, which may name paths and stays out of the record
+        store.append(server_failure(p, str(error).splitlines()[0]))
 
 
 def server_failure(p: SimpleNamespace, reason: str) -> dict:

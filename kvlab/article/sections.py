@@ -162,7 +162,7 @@ def missing(records: list[dict], language: str) -> None:
     """Why a section has no results, where its server could not be started and nothing was measured since."""
     failed = [r for r in records if r["kind"] == "server" and r["status"] != "ok"]
     if failed and records[-1] is failed[-1]:
-        prose.say("status.missing_section", language, reason=failed[-1]["reason"].splitlines()[0])
+        prose.say("status.missing_section", language, reason=failed[-1]["reason"])
 
 
 def negative_control(refused: list[str | None], language: str, source: str) -> None:
