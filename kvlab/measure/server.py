@@ -165,9 +165,8 @@ class VllmServer:
         self._guard, self.pid, self.startup_s = None, None, None
 
     def __enter__(self):
-        weights = [*self.model_folder.glob("*.safetensors"), *self.model_folder.glob("*.bin")]
-        if not weights or not (self.model_folder / "config.json").exists():
-            sentence = f"{self.model_folder} is no model folder: it needs config.json and *.safetensors"
+        if not any(self.model_folder.glob("*.safetensors")) or not (self.model_folder / "config.json").exists():
+            sentence = f"{self.model_folder.name} is no model folder: it needs config.json and *.safetensors"
             raise ServerError("weights_missing", sentence)
         if self.cpus is None:
             shares = re.findall(r"--gpu-memory-utilization[= ](\S+)", " ".join(self.command))
