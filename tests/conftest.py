@@ -1,4 +1,4 @@
-"""Ctrl-C must mean something: a shell's background job starts with SIGINT ignored, and so would all that tests start."""
+"""Ctrl-C must mean something: a background job starts with SIGINT ignored, and so would all that tests start."""
 
 import signal
 
