@@ -4,7 +4,7 @@ PYTHON ?= python3
 PROFILE ?= cpu
 SET ?=
 ENV ?= cpu
-export SET
+export SET PROFILE
 
 # Sets up where needed, and puts the path of the interpreter to use into $py.
 ready = command -v $(PYTHON) >/dev/null || { echo 'kvlab: there is no $(PYTHON): install Python 3.11,' \
@@ -30,7 +30,7 @@ help:
 
 # $$SET is quoted by the shell and not spelled out by make: brackets, quotes and blanks in it arrive as typed.
 report:
-	@$(ready) "$$py" -m kvlab report --profile "$(PROFILE)" $${SET:+--set "$$SET"}
+	@$(ready) "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
 
 lab:
 	@$(ready) "$$py" -m jupyterlab --allow-root --ip=127.0.0.1 --ServerApp.root_dir=notebooks

@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (params.ParameterError, report.RunInProgress) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
+    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
+        print(f"kvlab: cannot write results: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(
             "\nkvlab: stopped; everything measured so far is recorded, the same command goes on",

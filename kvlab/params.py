@@ -19,6 +19,8 @@ CHOICES = {
     "device": ("cpu", "cuda"),
     "attention_kernels": ("eager", "sdpa"),
 }
+HIGHEST = 1_000_000
+REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
 MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -57,7 +59,7 @@ def all_declared(folder: Path = paths.NOTEBOOKS) -> dict[str, tuple[str, object]
 def profile_path(profile: str) -> Path:
     """Path of a profile's YAML file; raises ParameterError that names the nearest profile."""
     path = paths.PARAMS / f"{profile}.yaml"
-    if re.fullmatch(r"[A-Za-z0-9_-]+", profile) and path.exists():
+    if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", profile) and path.exists():
         return path
     names = sorted(p.stem for p in paths.PARAMS.glob("*.yaml"))
     raise ParameterError(
@@ -100,7 +102,7 @@ class StrictLoader(yaml.SafeLoader):
 def read_yaml(text: str, where: str) -> dict:
     try:
         values = yaml.load(text, StrictLoader)
-    except (yaml.YAMLError, ParameterError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, ParameterError, TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"{where}: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
@@ -158,11 +160,14 @@ def check_value(name: str, value: object, where: str) -> None:
             raise ParameterError(f"{where}: {name} must be one of {', '.join(CHOICES[name])}, not {item!r}")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(item, int) else 1e-9
-            if not lowest <= item < 1e9:
-                raise ParameterError(f"{where}: {name} must be at least {lowest:g}, not {item}")
+            if not lowest <= item <= HIGHEST:
+                raise ParameterError(f"{where}: {name} must lie between {lowest:g} and {HIGHEST}, not {item}")
 
 
 def check_together(values: dict, where: str) -> None:
+    for argument in REFUSED_ARGUMENTS:
+        if argument in values.get("server_arguments", ""):
+            raise ParameterError(f"{where}: server_arguments must not contain {argument}; leave it out")
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (
@@ -204,7 +209,8 @@ def check_positions(values: dict, max_positions: int) -> None:
     """Raise ParameterError where a sequence would exceed the model's positions, with both numbers."""
     name, context, output = longest_sequence(values)
     if context + output > max_positions:
+        mend = f"a context of at most {max_positions - output}" if output < max_positions else "fewer output tokens"
         raise ParameterError(
             f"{name}: {context} tokens of context and {output} of output need {context + output} positions, "
-            f"{values['model']} has {max_positions}; use a context of at most {max_positions - output}"
+            f"{values['model']} has {max_positions}; use {mend}"
         )

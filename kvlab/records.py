@@ -83,20 +83,24 @@ def load(path: Path) -> list[dict]:
             value = json.loads(line) if line.strip() else None
         except ValueError:
             value = ()
-        if isinstance(value, dict):
+        if is_record(value):
             found.append(value)
         elif value is not None:
             broken.append(number)
     if broken:
-        warnings.warn(
-            f"{path.name}: line {', '.join(map(str, broken))} is not a record and was skipped", stacklevel=2
-        )
-    newer = {r["schema"] for r in found if r.get("schema", SCHEMA) > SCHEMA}
+        warnings.warn(f"{path.name}: line {', '.join(map(str, broken))} is not a record and was skipped", stacklevel=2)
+    newer = {r["schema"] for r in found if r["schema"] > SCHEMA}
     if newer:
-        raise ValueError(
-            f"{path.name} holds records of schema {max(newer)}; this kvlab reads {SCHEMA}: update kvlab"
-        )
+        raise ValueError(f"{path.name} holds records of schema {max(newer)}; this kvlab reads {SCHEMA}: update kvlab")
     return found
+
+
+def is_record(value: object) -> bool:
+    """The value has what every reader of records relies on; an environment is a record without a kind."""
+    if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
+        return False
+    needed = {"environment", "boot"} | ({"repetition", "status"} if "kind" in value else set())
+    return value["schema"] > SCHEMA or (needed <= value.keys() and isinstance(value.get("point", {}), dict))
 
 
 def environments(folder: Path) -> list[dict]:
@@ -119,9 +123,7 @@ def of_one_environment(records: list[dict]) -> list[dict]:
     """The records unchanged, or EnvironmentMismatch where they come from several environments."""
     found = sorted({r["environment"] for r in records})
     if len(found) > 1:
-        raise EnvironmentMismatch(
-            f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one"
-        )
+        raise EnvironmentMismatch(f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one")
     return records
 
 

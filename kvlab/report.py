@@ -19,7 +19,6 @@ from kvlab.measure import telemetry
 
 EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
 PAGE_ORDER = tuple(sorted(EXECUTION_ORDER))
-LANGUAGES = ("zh", "en")
 
 
 class RunInProgress(RuntimeError):
@@ -33,12 +32,11 @@ def report(profile: str, assignments: list[str]) -> int:
     with exclusive(profile), shown_progress(profile):
         sweep.remember_parameters(values)
         failures = {name: why for name in EXECUTION_ORDER if (why := execute(name, values))}
-        pages = write_pages(profile, failures)
+        failures |= sweep.unmeasured(profile)
+        pages = write_pages(profile, failures, prose.languages(values["language"]))
     for name, why in failures.items():
         print(f"kvlab: {name} stopped: {why}", file=sys.stderr)
-    print(
-        f"kvlab: {', '.join(paths.public(page) for page in pages)} written, {time.monotonic() - start_s:.0f} s"
-    )
+    print(f"kvlab: {', '.join(paths.public(page) for page in pages)} written, {time.monotonic() - start_s:.0f} s")
     return 1 if failures else 0
 
 
@@ -51,7 +49,7 @@ def checked(profile: str, assignments: list[str]) -> dict:
         params.check_positions(values, models.outline(source).max_positions)
     except params.ParameterError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise params.ParameterError(f"model: {error}") from None
     return values
 
@@ -114,9 +112,9 @@ def execute(name: str, values: dict) -> str | None:
     source, target = paths.NOTEBOOKS / f"{name}.ipynb", executed_path(values["profile"], name)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"kvlab: {name}", file=sys.stderr, flush=True)
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = (
-        "1"  # a kernel of this environment, whatever the user has installed
-    )
+    own = [str(paths.ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(own).rstrip(os.pathsep)  # the kernel imports this checkout
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # and runs in this environment, whatever kernels the user has
     try:
         papermill.execute_notebook(
             str(source),
@@ -125,7 +123,7 @@ def execute(name: str, values: dict) -> str | None:
             kernel_name="python3",
             progress_bar=False,
             log_output=False,
-            cwd=str(paths.NOTEBOOKS),
+            cwd=os.getcwd(),  # a relative folder means the same here and there
             extra_arguments=["--log-level=CRITICAL"],  # the kernel says nothing on the terminal
         )
     except PapermillExecutionError as error:
@@ -135,8 +133,8 @@ def execute(name: str, values: dict) -> str | None:
     return None
 
 
-def write_pages(profile: str, failures: dict[str, str]) -> list[Path]:
-    """Split every executed notebook by language and write one self-contained page per language.
+def write_pages(profile: str, failures: dict[str, str], languages: tuple[str, ...]) -> list[Path]:
+    """Split every executed notebook by language and write one self-contained page per language asked for.
 
     `failures` maps a notebook that stopped to its reason, which stands on top of the page.
     """
@@ -144,7 +142,7 @@ def write_pages(profile: str, failures: dict[str, str]) -> list[Path]:
     present = [name for name in PAGE_ORDER if executed_path(profile, name).exists()]
     executed = {name: nbformat.read(executed_path(profile, name), as_version=4) for name in present}
     unshown = {name: why for name, why in failures.items() if not (name in executed and shows_error(executed[name]))}
-    for language in LANGUAGES:
+    for language in languages:
         parts = [render.split(notebook, language) for notebook in executed.values()]
         for name, part in zip(executed, parts):
             paths.replace(folder / f"{name}.{language}.ipynb", nbformat.writes(part) + "\n")

@@ -1,17 +1,17 @@
 """Which points a run consists of, which of them are missing, and one loop that asks a primitive for them."""
 
+import hashlib
 import json
 import math
 import os
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 from kvlab import paths
-from kvlab.params import longest_served_output, output_tokens_at
+from kvlab.params import all_declared, longest_served_output, output_tokens_at
 from kvlab.records import DONE, Store, environments, key, remember_environment
 
 
@@ -43,9 +43,7 @@ class Run:
         """What this environment recorded of these points, and what is about no single point (a server that failed)."""
         wanted = {key({"point": point, "repetition": 0}) for point, _ in points}
         found = self.store(experiment).load()
-        return [
-            r for r in found if r["kind"] == "server" or key({"point": r["point"], "repetition": 0}) in wanted
-        ]
+        return [r for r in found if r["kind"] == "server" or key({"point": r["point"], "repetition": 0}) in wanted]
 
 
 def begin(p: SimpleNamespace, environment: dict) -> Run:
@@ -66,15 +64,17 @@ def last_run(profile: str) -> tuple[Run, SimpleNamespace]:
     """The run that last wrote into a profile's results, and its parameters; raises FileNotFoundError where none did."""
     known = environments(paths.results(profile))
     if not known:
-        raise FileNotFoundError(
-            f"results/{profile} holds no run yet; `make report PROFILE={profile}` makes one"
-        )
+        raise FileNotFoundError(f"results/{profile} holds no run yet; `make report PROFILE={profile}` makes one")
     return Run(profile, known[-1]), SimpleNamespace(**parameters(profile))
 
 
 def parameters(profile: str) -> dict:
     path = paths.results(profile) / "parameters.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or damaged: the next run writes it anew
+        values = {}
+    return values if isinstance(values, dict) else {}
 
 
 def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -99,15 +99,28 @@ def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return lengths + [curve for curve in curve_points(p) if curve[0] not in [point for point, _ in lengths]]
 
 
+def unusual(p: SimpleNamespace, *names: str) -> dict:
+    """Those of these parameters that are not at their default: they are part of the point then."""
+    defaults = {name: default for name, (_, default) in all_declared().items()}
+    values = {name: getattr(p, name) for name in names if getattr(p, name) != defaults[name]}
+    if "base_url" in values:  # a server is told from another, its address is nobody's business
+        values["base_url"] = hashlib.sha256(values["base_url"].encode()).hexdigest()[:12]
+    return values
+
+
 def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_tokens: int) -> dict:
-    return model_point(p) | {
-        "threads": p.threads,
-        "attention": kernel,
-        "cache": "dynamic",
-        "context_length": context_length,
-        "output_tokens": output_tokens,
-        "batch_size": p.batch_size,
-    }
+    return (
+        model_point(p)
+        | {
+            "threads": p.threads,
+            "attention": kernel,
+            "cache": "dynamic",
+            "context_length": context_length,
+            "output_tokens": output_tokens,
+            "batch_size": p.batch_size,
+        }
+        | unusual(p, "seed")
+    )
 
 
 def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -118,19 +131,23 @@ def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
 
 
 def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> dict:
-    return model_point(p) | {
-        "threads": p.server_threads,
-        "engine": "vllm",
-        "enforce_eager": p.enforce_eager,
-        "prefix_caching": False,
-        "chunked_prefill": p.chunked_prefill,
-        "loop": "closed",
-        "concurrency": concurrency,
-        "context_length": context_length,
-        "output_tokens": p.serving_output_tokens,
-        "output_jitter": p.output_jitter,
-        "kv_cache_space_bytes": int(p.kv_cache_space_gib * 2**30),
-    }
+    return (
+        model_point(p)
+        | {
+            "threads": p.server_threads,
+            "engine": "vllm",
+            "enforce_eager": p.enforce_eager,
+            "prefix_caching": False,
+            "chunked_prefill": p.chunked_prefill,
+            "loop": "closed",
+            "concurrency": concurrency,
+            "context_length": context_length,
+            "output_tokens": p.serving_output_tokens,
+            "output_jitter": p.output_jitter,
+            "kv_cache_space_bytes": int(p.kv_cache_space_gib * 2**30),
+        }
+        | unusual(p, "seed", "server_arguments", "base_url", "serving_min_requests", "serving_requests_per_stream")
+    )
 
 
 def max_model_len(p: SimpleNamespace) -> int:
@@ -145,8 +162,10 @@ def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeas
     repetitions are numbered behind the recorded ones.
     """
     done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not is_control(r)]
-    arms = Counter(r.get("pair") for r in done)
-    complete = {key(r) for r in done if r.get("pair") is None or arms[r["pair"]] == 2}
+    arms: dict[str, set] = {}
+    for r in done:
+        arms.setdefault(r.get("pair"), set()).add(r.get("use_cache"))
+    complete = {key(r) for r in done if r.get("pair") is None or len(arms[r["pair"]]) == 2}
     before = max((r["repetition"] for r in done), default=0) if remeasure else 0
     last = max(repetitions for _, repetitions in points)
     wanted = [(x, before + i) for i in range(1, last + 1) for x, repetitions in points if i <= repetitions]
@@ -184,14 +203,28 @@ def keep(store: Store, records: list[dict]) -> None:
         store.append(record | {"experiment": "s1b"})
 
 
+def unmeasured(profile: str) -> dict[str, str]:
+    """Experiment -> why some of its points still have no valid record after a run; empty when all is there."""
+    run, p = last_run(profile)
+    wanted = {"s1": ("point", serving_points(p)), "s1b": ("generation", on_off_points(p))}
+    found = {}
+    for experiment, (kind, points) in wanted.items():
+        stored = run.store(experiment).load()
+        left = missing(stored, kind, points)
+        if left:
+            reasons = [r["reason"] for r in stored if r["status"] not in DONE and r.get("reason")]
+            found[experiment.upper()] = (
+                f"{len(left)} points without a valid measurement ({(reasons or ['not run'])[-1]})"
+            )
+    return found
+
+
 def shortest(p: SimpleNamespace) -> tuple[int, int]:
     length = min(p.context_lengths)
     return length, output_tokens_at(vars(p), length)
 
 
-def serving(
-    run: Run, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]
-) -> None:
+def serving(run: Run, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]) -> None:
     """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
 
     `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` keeps each record.
@@ -229,11 +262,7 @@ class Progress:
 
     def __init__(self, name: str, total: int):
         self.name, self.total, self.count, self.start_s = name, total, 0, time.monotonic()
-        say(
-            f"{name}: {total} points to measure"
-            if total
-            else f"{name}: nothing to measure, all points are recorded"
-        )
+        say(f"{name}: {total} points to measure" if total else f"{name}: nothing to measure, all points are recorded")
 
     def done(self, what: str) -> None:
         self.count += 1

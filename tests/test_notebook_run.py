@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
         nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "part.ipynb")
         params.declared.cache_clear()
         why = report.execute("part", {"profile": "smoke", "language": "en"})
-        pages = report.write_pages("smoke", {"part": why} if why else {})
+        pages = report.write_pages("smoke", {"part": why} if why else {}, ("en",))
         return why, nbformat.read(report.executed_path("smoke", "part"), as_version=4), pages[-1].read_text()
 
     return run

@@ -46,9 +46,13 @@ def test_a_line_torn_at_any_byte_loses_nothing_else(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_named_and_the_rest_is_read(tmp_path):
     path = tmp_path / "s1b.jsonl"
-    path.write_bytes(b'{"environment":"e1"}\n\xff{broken\n[1]\n{"environment":"e1"}\n')
-    with pytest.warns(UserWarning, match="line 2, 3"):
-        assert len(records.load(path)) == 2
+    store = records.Store(path, ENVIRONMENT)
+    store.append(line())
+    with open(path, "ab") as file:
+        file.write(b'\xff{broken\n[1]\n{}\n{"schema":"1","kind":"generation"}\n')
+    store.append(line(repetition=2))
+    with pytest.warns(UserWarning, match="line 2, 3, 4, 5"):
+        assert [r["repetition"] for r in records.load(path)] == [1, 2]
 
 
 def test_nan_and_infinity_are_refused_since_missing_is_null(tmp_path):

@@ -135,7 +135,7 @@ def unstable(generations: pd.DataFrame, value: str = "tpot_s") -> list[tuple[dic
 
 
 def drift(generations: pd.DataFrame) -> Estimate:
-    """Last control over first, repetition by repetition (TPOT with cache): 1 when the machine held still."""
+    """Last control over first, process by process (TPOT with cache): 1 when the machine held still."""
     control = generations[
         generations["control"].astype(bool)
         & generations["use_cache"].astype(bool)
@@ -143,7 +143,7 @@ def drift(generations: pd.DataFrame) -> Estimate:
     ]
     ratios = [
         group["tpot_s"].iloc[-1] / group["tpot_s"].iloc[0]
-        for _, group in control.groupby("repetition")
+        for _, group in control.groupby("process")
         if len(group) > 1 and not math.isnan(group["tpot_s"].iloc[0])
     ]
     return interval(ratios)

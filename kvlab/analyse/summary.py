@@ -86,7 +86,7 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
 
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
-    "environment", *POINT, "use_cache", "repetition", "pair", "control", "status", "reason",
+    "environment", *POINT, "use_cache", "repetition", "process", "pair", "control", "status", "reason",
     "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
 ]  # fmt: skip
 
@@ -282,7 +282,7 @@ def prefix_hit_share(point: dict) -> float | None:
     hits, queries = deltas.get("prefix_hits"), deltas.get("prefix_queries")
     if hits is None or queries is None:
         return None
-    return hits / queries if queries else 0.0
+    return hits / queries if queries else None  # with the cache off it counts nothing
 
 
 SERVING_POINT = [

@@ -5,10 +5,10 @@ from markupsafe import Markup
 
 from kvlab import paths, records
 from kvlab.analyse.findings import Answer, refusals, unstable
-from kvlab.analyse.summary import Estimate
+from kvlab.analyse.summary import Estimate, interval
 from kvlab.article import prose
 
-ANSWER_FIGURES = {"q1": "phase_share", "q2": "speedups_by_context"}
+ANSWER_FIGURES = {"q1": "tpot_by_context", "q2": "speedups_by_context"}
 
 
 def answers(found: list[Answer], environment: dict, language: str, source: str) -> None:
@@ -69,13 +69,9 @@ def machine(environment: dict, parameters: dict, language: str, source: str) -> 
         "memory": prose.friendly(environment["memory_limit_bytes"] or environment["memory_bytes"], "B"),
         "system": environment["system"],
         "software": ", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
-        "model": " ".join(
-            str(parameters[name]) for name in ("model", "model_revision") if parameters.get(name)
-        ),
+        "model": " ".join(str(parameters[name]) for name in ("model", "model_revision") if parameters.get(name)),
         "dtype": parameters.get("dtype"),
-        "threads": " / ".join(
-            str(parameters[name]) for name in ("threads", "server_threads") if name in parameters
-        ),
+        "threads": " / ".join(str(parameters[name]) for name in ("threads", "server_threads") if name in parameters),
         "kvlab": kvlab_version(environment["kvlab"]),
         "environment": environment["environment"],
         "recorded": environment["recorded_at"][:10],
@@ -110,6 +106,24 @@ def kvlab_version(code: dict) -> str:
     return f"{code['version']}{commit}{' +' if code['dirty'] else ''}"
 
 
+def control(pairs: pd.DataFrame, language: str, source: str) -> None:
+    """The control length by length: paired ratio of TTFT with its interval, and on how many steps TPOT rests."""
+    rows = pairs[~pairs["control"].astype(bool) & pairs["refusal"].isna()]
+    groups = rows.groupby(["attention", "context_length", "output_tokens"])
+    table = [
+        {
+            "attention": prose.both(f"label.{attention}"),
+            "context_length": length,
+            "ratio": interval(group["ttft_ratio"]),
+            "steps": tokens - 1,
+        }
+        for (attention, length, tokens), group in groups
+    ]
+    headings = {"attention": "sections.kernel", "context_length": "label.context_length:count"}
+    headings |= {"ratio": "sections.ttft_ratio:x", "steps": "sections.decode_steps:count"}
+    prose.table(table, headings, language, source=source)
+
+
 def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     """The checks of every S1 point, one row each."""
     if points.empty:
@@ -123,7 +137,7 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     rows = points.sort_values(["context_length", "concurrency"]).to_dict("records")
     for row in rows:
         row["conserved"] = words[row["tokens_conserved"]]
-        row["counts"] = words[row["void"] is None]
+        row["counts"] = words[row["void"] is None and row["tokens_conserved"] is not False and not row["failed"]]
     headings = {
         "concurrency": "label.concurrency:count",
         "context_length": "label.context_length:count",
@@ -172,16 +186,13 @@ def negative_control(refused: list[str | None], language: str, source: str) -> N
         prose.say(key, language, source=source, reason=prose.both(f"refusal.{why}") if why else "")
 
 
-def trouble(
-    generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, language: str, source: str
-) -> None:
+def trouble(generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, language: str, source: str) -> None:
     """What a sceptic asks for: how many pairs were proven, which were refused, which points failed or were unsteady."""
+    pairs = pairs[~pairs["control"].astype(bool)]
     counts = {"proven": int(pairs["refusal"].isna().sum()), "pairs": len(pairs)}
     prose.say("sections.proven", language, source=source, **counts)
     for why, count in refusals(pairs):
-        prose.say(
-            "sections.refused", language, source=source, count=count, reason=prose.both(f"refusal.{why}")
-        )
+        prose.say("sections.refused", language, source=source, count=count, reason=prose.both(f"refusal.{why}"))
     bad = generations[generations["status"] != "ok"].drop_duplicates(
         ["status", "context_length", "attention", "use_cache"]
     )
