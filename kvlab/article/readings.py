@@ -121,14 +121,19 @@ def speedups_by_context(pairs):
 def step_curve(steps):
     rows = steps[steps["attention"] == fair_kernel(steps)]
     cache, no_cache = (medians(rows[rows["use_cache"] == arm], "position", "step_s") for arm in (True, False))
-    first, last, growth = ends(cache.iloc[1:])  # the first decode step carries start-up costs
     return {
         "kernel": kernel_name(fair_kernel(steps)),
-        "first": first,
-        "last": last,
-        "growth_cache": growth,
-        "growth_no_cache": ends(no_cache.iloc[1:])[2],
+        "first": cache.index[0],
+        "last": cache.index[-1],
+        "growth_cache": late_over_early(cache),
+        "growth_no_cache": late_over_early(no_cache),
     }
+
+
+def late_over_early(series):
+    """Median of the last quarter over the median of the first: one slow step decides nothing."""
+    quarter = max(1, len(series) // 4)
+    return series.iloc[-quarter:].median() / series.iloc[:quarter].median()
 
 
 def shares(rows):
