@@ -76,7 +76,7 @@ def load(profile: str, assignments: list[str] = ()) -> dict:
     if given.pop("profile", profile) != profile:
         raise ParameterError(f"params/{path.name}: profile is the file's name; leave the key out")
     values = {name: default for name, (_, default) in all_declared().items()} | given | {"profile": profile}
-    check(values, where=f"params/{path.name}")
+    check(values, where=f"params/{path.name} with SET" if assignments else f"params/{path.name}")
     return values
 
 
