@@ -1,5 +1,6 @@
 """One command from parameters to page: check, execute the notebooks in order, split by language, render."""
 
+import logging
 import os
 import sys
 import threading
@@ -115,6 +116,8 @@ def execute(name: str, values: dict) -> str | None:
     own = [str(paths.ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(own).rstrip(os.pathsep)  # the kernel imports this checkout
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # and runs in this environment, whatever kernels the user has
+    for name_of_log in ("papermill", "traitlets", "asyncio"):  # how a notebook ended is said once, in words of ours
+        logging.getLogger(name_of_log).setLevel(logging.CRITICAL + 1)
     try:
         papermill.execute_notebook(
             str(source),

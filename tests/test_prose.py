@@ -45,10 +45,18 @@ def test_every_string_is_in_its_language(key):
 
 @pytest.mark.parametrize("language", prose.LANGUAGES)
 def test_no_key_stands_twice_in_a_table(language):
-    node = yaml.compose((FOLDER / f"text.{language}.yaml").read_text(encoding="utf-8"))
-    for mapping in [node, *(value for _, value in node.value if isinstance(value, yaml.MappingNode))]:
-        keys = [key.value for key, _ in mapping.value]
-        assert len(keys) == len(set(keys)), sorted(key for key in keys if keys.count(key) > 1)
+    """Neither within a file (YAML would keep the last one silently) nor in two files of the table."""
+    everywhere = []
+    for path in sorted(prose.TEXTS.glob(f"*.{language}.yaml")):
+        mappings = [("", yaml.compose(path.read_text(encoding="utf-8")))]
+        for prefix, mapping in mappings:
+            for key, value in mapping.value:
+                nested = isinstance(value, yaml.MappingNode)
+                mappings += [(f"{prefix}{key.value}.", value)] if nested else []
+                everywhere += [] if nested else [prefix + key.value]
+            keys = [key.value for key, _ in mapping.value]
+            assert len(keys) == len(set(keys)), sorted(key for key in keys if keys.count(key) > 1)
+    assert len(everywhere) == len(set(everywhere)), sorted(k for k in everywhere if everywhere.count(k) > 1)
 
 
 def test_keys_that_the_library_names_exist():

@@ -12,6 +12,7 @@ from IPython.display import display
 from markupsafe import Markup
 
 LANGUAGES = ("zh", "en")
+TEXTS = Path(__file__).parent / "text"
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 UNIT_SPACE = re.compile(r"(?<=\d) (?=[^\W\d]|%)|(?<=\bn) (?==)|(?<==) (?=\d)")  # where no line may break
@@ -27,9 +28,10 @@ def languages(language):
 
 @functools.cache
 def table_of(language):
-    """All strings of one language as {"charts.tpot_by_context.title": "..."}."""
-    tree = yaml.safe_load((Path(__file__).parent / f"text.{language}.yaml").read_text(encoding="utf-8"))
-    return dict(_flatten(tree, ""))
+    """All strings of one language as {"charts.tpot_by_context.title": "..."}, from every file in text/."""
+    files = sorted(TEXTS.glob(f"*.{language}.yaml"))
+    trees = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in files]
+    return {key: text for tree in trees for key, text in _flatten(tree, "")}
 
 
 def _flatten(tree, prefix):
@@ -133,7 +135,7 @@ def _template(key, language):
     try:
         return table_of(language)[key]
     except KeyError:
-        raise KeyError(f'text.{language}.yaml has no "{key}"') from None
+        raise KeyError(f'no text in {language} for "{key}"') from None
 
 
 def plain(key, language, **numbers):
