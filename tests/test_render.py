@@ -1,8 +1,6 @@
 """The page: one language, self-contained, no debris, sound for screen readers, drawn by a real browser."""
 
 import re
-import shutil
-import subprocess
 from base64 import b64encode
 
 import fake_frames
@@ -19,7 +17,6 @@ TRACEBACK = [
     "no /home/me/lab/none.json",
 ]
 BARS = "".join(f"\r{done:3d}%|{'#' * (done // 10)}| {done}/100 [00:01<00:02]" for done in range(0, 101, 5))
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def said(text, language):
@@ -258,44 +255,3 @@ def test_a_large_drawing_enters_as_png():
     svg, png = "<svg>" + "x" * render.SVG_LIMIT_BYTES + "</svg>", "iVBOR\n"
     assert render.image_uri({"image/svg+xml": svg, "image/png": png}) == "data:image/png;base64,iVBOR"
     assert render.image_uri({"image/svg+xml": "<svg/>", "image/png": png}).startswith("data:image/svg+xml")
-
-
-# --- the page in a browser, network cut
-
-PROBE = """<script>addEventListener("load", () => parent.postMessage({
-pictures: [...document.images].map(i => i.naturalWidth).join(" "), width: innerWidth,
-overflow: document.documentElement.scrollWidth - innerWidth,
-current: document.querySelectorAll("#toc a[aria-current]").length,
-text: document.querySelector("main").innerText.length }, "*"));</script>"""
-FRAME = """<body>
-<script>addEventListener("message", message => Object.assign(document.body.dataset, message.data));</script>
-<iframe src="page.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body>"""
-
-
-def browse(path):
-    """(what the page found out about itself, console messages) from a browser that can resolve no host."""
-    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if program is None:
-        pytest.fail("the page is tested in a browser: install Debian's chromium (apt-get install chromium)")
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
-    flags += " --window-size=1600,1000 --enable-logging=stderr --virtual-time-budget=2000"
-    options = [*flags.split(), "--host-resolver-rules=MAP * ~NOTFOUND"]
-    options += [f"--user-data-dir={path.parent / 'profile'}", path.as_uri()]
-    done = subprocess.run([program, *options], capture_output=True, text=True, timeout=60)
-    body = BeautifulSoup(done.stdout, "html.parser").body
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return {key.removeprefix("data-"): value for key, value in body.attrs.items()}, console
-
-
-@pytest.mark.parametrize("width", [1400, 800, 390])
-def test_the_page_opens_from_disk_without_a_network(documents, tmp_path, width):
-    language = "zh" if width == 800 else "en"
-    copied, frame = tmp_path / "page.html", tmp_path / "frame.html"  # a window cannot be as narrow as a frame
-    frame.write_text(FRAME.replace("WIDTH", str(width)))
-    copied.write_text(documents[language].replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
-    seen, console = browse(frame)
-    widths = [int(each) for each in seen["pictures"].split()]
-    assert len(widths) == 2 and all(widths)
-    assert int(seen["width"]) == width and int(seen["overflow"]) <= 0
-    assert seen["current"] == "1" and int(seen["text"]) > 300
-    assert console == []
