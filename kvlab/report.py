@@ -15,7 +15,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from kvlab import models, params, paths, sweep
-from kvlab.article import prose, render, sections
+from kvlab.article import gate, prose, render, sections
 from kvlab.measure import telemetry
 
 EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
@@ -31,9 +31,10 @@ def report(profile: str, assignments: list[str]) -> int:
     values = checked(profile, assignments)
     start_s = time.monotonic()
     with exclusive(profile), shown_progress(profile):
+        mark_stale(profile)
         sweep.remember_parameters(values)
         failures = {name: why for name in EXECUTION_ORDER if (why := execute(name, values))}
-        failures |= sweep.unmeasured(profile)
+        failures |= sweep.unmeasured(profile) | contradictions(values, set(EXECUTION_ORDER) - set(failures))
         pages = write_pages(profile, failures, prose.languages(values["language"]))
     for name, why in failures.items():
         print(f"kvlab: {name} stopped: {why}", file=sys.stderr)
@@ -134,6 +135,26 @@ def execute(name: str, values: dict) -> str | None:
     except (DeadKernelError, CellExecutionError) as error:
         return f"its kernel died ({error})"
     return None
+
+
+def mark_stale(profile: str) -> None:
+    """Say on top of the pages there are that a newer run has begun, so that one that dies leaves no page unmarked."""
+    for language in prose.LANGUAGES:
+        page = paths.results(profile) / f"article.{language}.html"
+        if page.exists():
+            paths.replace(page, render.with_warning(page.read_text(encoding="utf-8"), "status.stale", language))
+
+
+def contradictions(values: dict, names: set[str]) -> dict[str, str]:
+    """Notebook -> why its outputs are not those of this run (see `gate.problem`)."""
+    folder = paths.results(values["profile"])
+    found = {}
+    for name in sorted(names):
+        records = sorted(folder.glob("*.jsonl")) if name == EXECUTION_ORDER[-1] else []  # it reads them all, last
+        notebook = nbformat.read(executed_path(values["profile"], name), as_version=4)
+        if key := gate.problem(notebook, values, records):
+            found[name] = prose.plain(key, "en")
+    return found
 
 
 def write_pages(profile: str, failures: dict[str, str], languages: tuple[str, ...]) -> list[Path]:

@@ -7,6 +7,7 @@ import nbformat
 import pytest
 
 from kvlab import params, paths, report
+from kvlab.article import prose
 
 PARAMETERS = 'profile: str = "smoke"\nlanguage: str = "both"'
 KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -18,6 +19,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("KVLAB_OUTPUT", str(tmp_path / "out"))
     monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(report, "PAGE_ORDER", ("part",))
+
+    monkeypatch.setattr(report, "EXECUTION_ORDER", ("part",))
 
     def run(*sources):
         cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell(PARAMETERS)]
@@ -69,3 +72,39 @@ def test_br47_progress_bars_and_stderr_leave_nothing_in_the_page(run):
     bar = "import sys\nfor i in range(50): print(f'\\r{i * 2}%|####', end='')\nprint('dis' + 'turbed', file=sys.stderr)"
     _, _, page = run(bar)
     assert page.count("%|####") <= 1 and "disturbed" not in page
+
+
+VALUES = {"profile": "smoke", "language": "en"}
+TAMPERED = {  # what somebody changed behind the run's back -> the words of the gate
+    "failed": lambda note: note.cells[-1].metadata.papermill.update(exception=True),
+    "unfinished": lambda note: note.cells[-1].metadata.papermill.update(status="pending"),
+    "out_of_order": lambda note: note.cells[-1].update(execution_count=9),
+    "other_parameters": lambda note: note.metadata.papermill.parameters.update(language="zh"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_br50_outputs_of_another_run_do_not_pass_the_gate(run, what):
+    _, notebook, _ = run("print('measured')")
+    assert report.contradictions(VALUES, {"part"}) == {}
+    TAMPERED[what](notebook)
+    nbformat.write(notebook, report.executed_path("smoke", "part"))
+    assert report.contradictions(VALUES, {"part"}) == {"part": prose.plain(f"gate.{what}", "en")}
+
+
+def test_br50_records_that_the_article_has_not_read_do_not_pass_the_gate(run):
+    run("print('read')")
+    (paths.results("smoke") / "s1b.jsonl").write_text("")
+    assert report.contradictions(VALUES, {"part"}) == {"part": prose.plain("gate.records_newer", "en")}
+
+
+def test_a_page_says_that_a_newer_run_has_begun_until_it_is_written_anew(run):
+    """Whatever ends that run, kill -9 included: the mark is set before anything is measured."""
+    _, _, page = run("print('first')")
+    stale = prose.plain("status.stale", "en")
+    assert stale not in page
+    report.mark_stale("smoke")
+    report.mark_stale("smoke")
+    marked = (paths.results("smoke") / "article.en.html").read_text()
+    assert marked.count(stale) == 1
+    assert stale not in run("print('second')")[2]

@@ -137,6 +137,20 @@ def page(notebooks, language, title="", *, provenance=None, warnings=(), other_l
     return _finish(document, language)
 
 
+def with_warning(document, key, language):
+    """The document with one more sentence on top; as it is when the sentence stands there already."""
+    sentence = prose.plain(key, language)
+    found = BeautifulSoup(document, "html.parser")
+    main = found.find("main")
+    if main is None or sentence in main.get_text():
+        return document
+    note = found.new_tag("div", attrs={"class": "warnings", "role": "note"})
+    note.append(found.new_tag("p"))
+    note.p.string = sentence
+    main.insert(0, note)
+    return str(found)
+
+
 def _take_title(cells):
     """Removes the first cell's level-one heading and returns its text."""
     if cells and (found := re.match(r"\s*# +(.+)\n?", cells[0].source)):
