@@ -1,5 +1,6 @@
 """The committed pages in a real browser, the network cut: what a reader of the file from disk gets."""
 
+import hashlib
 import shutil
 
 import pytest
@@ -97,6 +98,15 @@ def test_the_link_to_the_other_language_works(opened):
     page.click("a.language")
     page.wait_for_load_state()
     assert page.evaluate("document.documentElement.lang")[:2] != language
+
+
+def test_a_committed_page_shows_the_committed_records(opened):
+    """A record file that changed after its page was written would leave a page that lies."""
+    page, _, profile, _ = opened
+    foot = page.text_content("footer")
+    for path in (paths.ROOT / "results" / profile).glob("*.jsonl"):
+        if path.name != "environments.jsonl":
+            assert hashlib.sha256(path.read_bytes()).hexdigest()[:12] in foot, path.name
 
 
 def test_a_page_is_under_three_megabytes(opened):

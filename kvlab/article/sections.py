@@ -1,5 +1,8 @@
 """Parts of the article that are tables and lists of sentences: what they say is computed from frames."""
 
+import hashlib
+from pathlib import Path
+
 import pandas as pd
 from markupsafe import Markup
 
@@ -89,16 +92,20 @@ def provenance(profile: str, language: str) -> dict[str, str]:
     known = records.environments(folder)
     if not known:
         return {}
-    names = [f"{experiment}.jsonl" for experiment in ("s1", "s1b")]
-    stored = {name: records.load(folder / name) for name in names}
-    counts = {name: sum(r["environment"] == known[-1]["environment"] for r in stored[name]) for name in names}
+    files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != "environments.jsonl"]
     facts = {
         "machine": machine_name(known[-1]),
         "environment": known[-1]["environment"],
         "kvlab": kvlab_version(known[-1]["kvlab"]),
-        "records": ", ".join(f"results/{profile}/{name}: {count}" for name, count in counts.items()),
+        "records": ", ".join(stored(path, known[-1]["environment"]) for path in files),
     }
     return {prose.plain(f"provenance.{name}", language): value for name, value in facts.items()}
+
+
+def stored(path: Path, environment: str) -> str:
+    """A record file, how many records of the environment it holds, and the start of its SHA-256."""
+    count = sum(r["environment"] == environment for r in records.load(path))
+    return f"{paths.public(path)}: {count} (SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
 
 
 def kvlab_version(code: dict) -> str:
