@@ -10,7 +10,7 @@ export SET PROFILE
 ready = command -v $(PYTHON) >/dev/null || { echo 'kvlab: there is no $(PYTHON): install Python 3.11,' \
 	'or name one with PYTHON=' >&2; exit 2; }; py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
 
-.PHONY: help report lab test setup
+.PHONY: help report compare lab test setup
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo '  make report PROFILE=smoke    a first look in a few minutes; profiles are the files in params/'
 	@echo '  make report SET="context_lengths=[128,256] language=en"'
 	@echo '                               the same with other parameters'
+	@echo '  make compare A=cpu B=mine    set two runs side by side, with ratios'
 	@echo '  make lab                     open the notebooks in JupyterLab'
 	@echo '  make test                    run all tests, the smoke profile included'
 	@echo '  make setup                   only build the environment; the targets above do it by themselves'
@@ -31,6 +32,9 @@ help:
 # $$SET is quoted by the shell and not spelled out by make: brackets, quotes and blanks in it arrive as typed.
 report:
 	@$(ready) "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
+
+compare:
+	@$(ready) "$$py" -m kvlab compare "$(A)" "$(B)"
 
 lab:
 	@$(ready) "$$py" -m jupyterlab --allow-root --ip=127.0.0.1 --ServerApp.root_dir=notebooks

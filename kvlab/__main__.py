@@ -15,12 +15,16 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--set", action="append", default=[], metavar="name=value", help="override a parameter"
     )
+    command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
+    command.add_argument("profiles", nargs=2, metavar="profile")
     asked = parser.parse_args(arguments)
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
+        if asked.command == "compare":
+            return report.compare(*asked.profiles)
         return report.report(asked.profile, asked.set)
-    except (params.ParameterError, report.RunInProgress) as error:
+    except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
     except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:

@@ -15,7 +15,9 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from kvlab import models, params, paths, sweep
-from kvlab.article import gate, prose, render, sections
+from kvlab.analyse import summary
+from kvlab.article import comparison, gate, prose, render, sections
+from kvlab.article.comparison import NotComparable
 from kvlab.measure import telemetry
 
 EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
@@ -135,6 +137,30 @@ def execute(name: str, values: dict) -> str | None:
     except (DeadKernelError, CellExecutionError) as error:
         return f"its kernel died ({error})"
     return None
+
+
+def compare(one: str, other: str) -> int:
+    """Write results/compare_<one>_<other>.<language>.html; raises NotComparable where that would mislead."""
+    try:
+        runs = [sweep.last_run(params.profile_path(name).stem) for name in (one, other)]
+    except FileNotFoundError as error:
+        raise NotComparable(str(error)) from None
+    comparison.check(*(p for _, p in runs))
+    found = [{name: run.store(name).load() for name in ("s1b", "s1")} for run, _ in runs]
+    tables = {
+        "s1b": comparison.on_off(*(summary.generations(records["s1b"]) for records in found)),
+        "s1": comparison.serving(*(summary.requests(records["s1"]) for records in found)),
+    }
+    if not any(tables.values()):
+        raise NotComparable(f"{one} and {other} have no point in common; measure the same lengths")
+    machines = tuple(sections.machine_name(run.environment) for run, _ in runs)
+    for language in prose.LANGUAGES:
+        page = paths.output_root() / "results" / f"compare_{one}_{other}.{language}.html"
+        beside = comparison.notebook((one, other), machines, tables, language)
+        href = page.name.replace(f".{language}.", f".{next(x for x in prose.LANGUAGES if x != language)}.")
+        paths.replace(page, render.page([beside], language, other_language_href=href))
+        print(f"kvlab: {paths.public(page)} written")
+    return 0
 
 
 def mark_stale(profile: str) -> None:

@@ -22,7 +22,7 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "measure": {"measure", "models", "weights", "prompts", "paths", "records"},
     "analyse": {"analyse", "records"},
     "article": {"article", "analyse", "records", "paths"},
-    "report": {"article", "measure", "models", "params", "paths", "sweep"},
+    "report": {"analyse", "article", "measure", "models", "params", "paths", "sweep"},
     "__main__": {"params", "report"},
     "__init__": set(),
 }

@@ -189,10 +189,10 @@ def table(rows, headings, language="both", *, source=None):
     """Displays a table; rows are dicts or a data frame, `headings` maps a column to "text.key[:unit]"."""
     rows = rows.to_dict("records") if hasattr(rows, "to_dict") else list(rows)
     for each in languages(language):
-        emit({"text/html": _html_table(rows, headings, each, source)}, each)
+        emit({"text/html": html_table(rows, headings, each, source)}, each)
 
 
-def _html_table(rows, headings, language, source):
+def html_table(rows, headings, language, source):
     columns = [(column, *f"{key}:".split(":")[:2]) for column, key in headings.items()]
     head = "".join(f'<th scope="col">{escape(plain(key, language))}</th>' for _, key, _ in columns)
     cells = [[_cell(row.get(column), unit, language, source) for column, _, unit in columns] for row in rows]

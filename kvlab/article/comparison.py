@@ -1,0 +1,87 @@
+"""Two runs side by side: ratios with intervals, and a refusal of what is not comparable."""
+
+from types import SimpleNamespace
+
+import nbformat
+import pandas as pd
+
+from kvlab.analyse.summary import POINT, SERVED, Estimate, interval
+from kvlab.article import prose
+
+MUST_AGREE = ("model", "model_revision", "dtype", "batch_size")
+
+
+class NotComparable(ValueError):
+    """The two runs differ in more than their machine; the message says in what."""
+
+
+def check(a: SimpleNamespace, b: SimpleNamespace) -> None:
+    """Raise NotComparable where the parameters of two runs differ in what a ratio between them must not mix."""
+    names = [name for name in MUST_AGREE if getattr(a, name, None) != getattr(b, name, None)]
+    pairs = [f"{name} ({getattr(a, name, None)!r} and {getattr(b, name, None)!r})" for name in names]
+    if pairs:
+        raise NotComparable(f"{a.profile} and {b.profile} differ in {', '.join(pairs)}; compare runs that agree in it")
+
+
+def ratio(a: Estimate, b: Estimate) -> Estimate:
+    """b over a for two independent samples; the interval's ends are those of both intervals, so it is a wide one."""
+    return Estimate(min(a.n, b.n), b.median / a.median, b.low / a.high, b.high / a.low, "ends of both intervals", "ok")
+
+
+def rows(a: pd.DataFrame, b: pd.DataFrame, by: list[str], values: list[str]) -> list[dict]:
+    """One row per point that both frames have and per value: both medians and their ratio."""
+    shared = [dict(zip(by, key)) for key in groups(a, by) if key in groups(b, by)]
+    found = []
+    for point in shared:
+        samples = [groups(frame, by)[tuple(point.values())] for frame in (a, b)]
+        for value in values:
+            one, other = (interval(sample[value]) for sample in samples)
+            if one.n and other.n:
+                found.append({**point, "value": value, "a": one, "b": other, "ratio": ratio(one, other)})
+    return found
+
+
+def groups(frame: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
+    return {key: rows for key, rows in frame.groupby(by, sort=True)}
+
+
+def on_off(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
+    """S1b: `rows` of two frames of generations, arm by arm."""
+    usable = [frame[(frame["status"] == "ok") & ~frame["control"].astype(bool)] for frame in (a, b)]
+    return rows(*usable, [*POINT, "use_cache"], ["ttft_s", "tpot_s"])
+
+
+def serving(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
+    """S1: `rows` of two frames of requests."""
+    usable = [f[(f["status"] == "ok") & (f["phase"] == "measured") & f["void"].isna()] for f in (a, b)]
+    return rows(*usable, SERVED, ["ttft_s", "tpot_s"])
+
+
+def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str, list[dict]], language: str):
+    """The comparison as a notebook of one language, ready for `render.page`; `tables` maps "s1b" and "s1" to rows."""
+    cells = [nbformat.v4.new_markdown_cell(f"# {prose.plain('compare.title', language, a=names[0], b=names[1])}")]
+    sentences = {"machines": {"a": machines[0], "b": machines[1]}, "how": {}}
+    for key, numbers in sentences.items():
+        cells.append(nbformat.v4.new_markdown_cell(str(prose.text(f"compare.{key}", language, **numbers))))
+    for experiment, found in tables.items():
+        cells.append(nbformat.v4.new_markdown_cell(f"## {prose.plain(f'compare.{experiment}', language)}"))
+        html = html_table(experiment, found, names, language) if found else prose.plain("compare.nothing", language)
+        output = nbformat.v4.new_output("display_data", {"text/html": html})
+        cells.append(nbformat.v4.new_code_cell("", outputs=[output]))
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def html_table(experiment: str, found: list[dict], names: tuple[str, str], language: str) -> str:
+    arms = {True: prose.both("label.cache"), False: prose.both("label.no_cache")}
+    shown = [row | {"value": prose.both(f"label.{row['value'].removesuffix('_s')}")} for row in found]
+    if experiment == "s1b":
+        shown = [
+            row | {"arm": arms[row["use_cache"]], "kernel": prose.both(f"label.{row['attention']}")} for row in shown
+        ]
+    point = ["kernel", "context_length", "arm"] if experiment == "s1b" else ["concurrency", "context_length"]
+    headings = {"kernel": "sections.kernel", "context_length": "label.context_length:count"}
+    headings |= {"arm": "compare.arm", "concurrency": "label.concurrency:count", "value": "compare.value"}
+    headings |= {"a": "compare.a:s", "b": "compare.b:s", "ratio": "compare.ratio:x"}
+    chosen = {name: headings[name] for name in [*point, "value", "a", "b", "ratio"]}
+    source = " / ".join(f"results/{name}/{experiment}.jsonl" for name in names)
+    return prose.html_table(shown, chosen, language, source)
