@@ -1,7 +1,9 @@
 """`python -m kvlab`: the command behind the make targets."""
 
 import argparse
+import errno
 import sys
+import warnings
 
 from kvlab import params
 
@@ -18,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
     command.add_argument("profiles", nargs=2, metavar="profile")
     asked = parser.parse_args(arguments)
+    warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
@@ -27,9 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
-    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
-        print(f"kvlab: cannot write results: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        mend = "free some space, the same command goes on" if full else "make it writable or set KVLAB_OUTPUT"
+        print(f"kvlab: cannot write results: {error.strerror}: {error.filename or 'a file'}; {mend}", file=sys.stderr)
+        return 1 if full else 2
     except KeyboardInterrupt:
         print(
             "\nkvlab: stopped; everything measured so far is recorded, the same command goes on",

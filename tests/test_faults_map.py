@@ -11,7 +11,7 @@ NUMBERS = ("01 03 04 06 07 09 10 12 13 15 16 17 18 19 22 23 24 25 28 29 31 32 33
 ROW = re.compile(r"^\| BR-(\d\d) \| (.+?) \|(.*)\|$", re.M)
 
 
-def tests():
+def there_are():
     """(file, function) of every test there is, read and not imported."""
     found = []
     for file in sorted(HERE.glob("test_*.py")):
@@ -24,7 +24,7 @@ def tests():
 def by_number():
     """Number of a fault -> its tests as `file::function`, sorted."""
     found = {}
-    for file, name in tests():
+    for file, name in there_are():
         for number in re.findall(r"br_?(\d\d)", name):
             found.setdefault(number, []).append(f"{file}::{name}")
     return found
