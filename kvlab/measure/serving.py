@@ -13,7 +13,8 @@ from kvlab.measure.server import ServerError, VllmServer
 def open_server(p: SimpleNamespace, max_model_len: int, report=None):
     """A context manager for the server that parameters `p` ask for: vLLM started here, or the one at `base_url`."""
     if p.base_url:
-        return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=lambda: {}))
+        return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=dict,
+                                           token_variable=p.token_variable or None))  # fmt: skip
     return VllmServer(
         served_folder(p),
         p.model,
@@ -50,7 +51,7 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
         p.seed + repetition,
         warmup=warmup,
         timeout_s=p.request_timeout_s,
-        token_variable=p.token_variable or None,
+        token_variable=server.token_variable,
         server_pid=server.pid,
         on_record=lambda record: keep(record | {"repetition": repetition} | about_server(record, server)),
     )
