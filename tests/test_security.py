@@ -111,7 +111,8 @@ def test_hostile_names_of_models_and_machines_are_shown_as_text(language, monkey
         prose, "display", lambda data, raw, metadata: outputs.append(new("display_data", data, metadata=metadata))
     )
     environment = {"card_model": HOSTILE, "cpu_model": HOSTILE, "cpu_quota": 2, "cpu_flags": [HOSTILE],
-                   "system": HOSTILE, "memory_limit_bytes": 1, "packages": {HOSTILE: HOSTILE}, "environment": HOSTILE, "boot": "b",
+                   "system": HOSTILE, "memory_limit_bytes": 1, "packages": {HOSTILE: HOSTILE},
+                   "environment": HOSTILE, "boot": "b",
                    "kvlab": {"version": HOSTILE, "commit": HOSTILE, "dirty": True}, "recorded_at": HOSTILE}  # fmt: skip
     p = {"profile": "smoke", "model": HOSTILE, "model_revision": HOSTILE, "dtype": HOSTILE, "threads": HOSTILE}
     sweep.begin(SimpleNamespace(**p), environment)
