@@ -1,11 +1,23 @@
 """`python -m kvlab`: the command behind the make targets."""
 
 import argparse
+import ctypes
 import errno
+import os
+import signal
 import sys
 import warnings
 
 from kvlab import params
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process when make is killed, so that none goes on that nobody started."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("profiles", nargs=2, metavar="profile")
     asked = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
+    if "MAKELEVEL" in os.environ:
+        end_with_parent()
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 

@@ -133,6 +133,7 @@ def execute(name: str, values: dict) -> str | None:
     source, target = paths.NOTEBOOKS / f"{name}.ipynb", executed_path(values["profile"], name)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"kvlab: {name}", file=sys.stderr, flush=True)
+    read = gate.digests(paths.results(values["profile"]))
     own = [str(paths.ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(own).rstrip(os.pathsep)  # the kernel imports this checkout
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # and runs in this environment, whatever kernels the user has
@@ -153,6 +154,9 @@ def execute(name: str, values: dict) -> str | None:
         return f"{error.ename}: {error.evalue}"
     except (DeadKernelError, CellExecutionError) as error:
         return f"its kernel died ({error})"
+    executed = nbformat.read(target, as_version=4)
+    executed.metadata["kvlab"] = {"records": read}
+    nbformat.write(executed, target)
     return None
 
 
@@ -195,7 +199,7 @@ def contradictions(values: dict, names: set[str]) -> dict[str, str]:
     folder = paths.results(values["profile"])
     found = {}
     for name in sorted(names):
-        written = sorted(folder.glob("*.jsonl")) if name == EXECUTION_ORDER[-1] else []  # it reads them all, last
+        written = gate.digests(folder) if name == EXECUTION_ORDER[-1] else None  # it reads them all, last
         notebook = nbformat.read(executed_path(values["profile"], name), as_version=4)
         if key := gate.problem(notebook, values, written):
             found[name] = prose.plain(key, "en")
