@@ -217,7 +217,7 @@ class Torture:
             env=os.environ | {"KVLAB_OUTPUT": str(self.output)})  # fmt: skip
         refused = second.returncode == 2 and "another run is writing" in second.stderr
         code, said = self.finish(first)
-        wrong = ([] if refused else ["the second run was not refused"]) + ([] if code == 0 else [f"exit {code}: {why(said)}"])
+        wrong = ["the second run was not refused"] * (not refused) + [f"exit {code}: {why(said)}"] * (code != 0)
         wrong += [f"doubled: {name}" for name in self.doubled()]
         self.note("two runs at once", 1, wrong, time.monotonic() - started_s)
 
