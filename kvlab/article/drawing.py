@@ -80,13 +80,16 @@ def tint(colour, share):
     return tuple(1 - (1 - part) * (1 - share) for part in to_rgb(colour))
 
 
-def panels(language, chart_name, titles, *, height=3.7, rows=1, sharey="row", sharex=False):
-    """A figure with the chart's title, and its axes with a title each; `height` is a row's, in inches."""
+def panels(language, chart_name, titles, *, height=3.7, rows=1, sharey="row", sharex=False, **numbers):
+    """A figure with the chart's title, and its axes with a title each; `height` is a row's, in inches.
+
+    `numbers` fill the chart's title.
+    """
     figure = Figure(figsize=(7.4, height * rows))
     axes = list(figure.subplots(rows, len(titles) // rows, squeeze=False, sharey=sharey, sharex=sharex).flat)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title)
-    figure.suptitle(prose.plain(f"charts.{chart_name}.title", language), x=0.012, ha="left")
+    figure.suptitle(prose.plain(f"charts.{chart_name}.title", language, **numbers), x=0.012, ha="left")
     return figure, axes
 
 
