@@ -69,8 +69,13 @@ def requests_that_fit(
 
     The cache is handed out in blocks of 16 tokens. `kv_dtype` is the cache's type where it differs from the weights'.
     """
-    held = kv_cache_bytes(a, -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS, kv_dtype or dtype, layout="engine")
+    held = kv_cache_bytes(a, in_blocks(tokens), kv_dtype or dtype, layout="engine")
     return max(0, int((memory_bytes - reserve_bytes - weight_bytes(a, dtype)) // held))
+
+
+def in_blocks(tokens: int) -> int:
+    """Tokens rounded up to whole blocks of an engine's cache."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def forward_flops(a: Architecture, tokens: int, keys: list[int] | int, batch: int = 1) -> int:
