@@ -22,6 +22,7 @@ class Block:
     expert: tuple[tuple[int, int], ...] = ()
     experts: int = 0
     active: int = 0
+    expansion: tuple[tuple[int, int], ...] = ()  # of latents, applied to every cached token again at each step
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
     "positions": ("max_position_embeddings", "n_positions"),
-    "inner": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "inner": ("ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size"),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
 }
+MULTI_HEAD = ("gpt2", "gpt_neox", "opt")  # whatever their configuration says of KV heads
 LEARNED_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # rows beyond the positions
 KERNELS = {"rms": 8, "layer": 1, "scale": 1}  # of one norm
 
@@ -164,7 +166,7 @@ def _attention(config: Mapping, hidden: int, heads: int) -> dict:
         latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
         return {"kv_heads": heads, "stored_heads": heads, "key_dim": key, "value_dim": value, "latent_dim": latent}
     size, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-    stored = None
+    stored, kv_heads = None, heads if config["model_type"] in MULTI_HEAD else kv_heads
     if config["model_type"] == "falcon":
         grouped = config.get("new_decoder_architecture", False)  # there its code repeats the heads, then stores them
         kv_heads = config["num_kv_heads"] if grouped else 1 if config.get("multi_query", True) else heads
@@ -177,7 +179,7 @@ def _attention(config: Mapping, hidden: int, heads: int) -> dict:
 
 def _block(config: Mapping, family: Family, shape: dict, index: int) -> Block:
     hidden, heads = _entry(config, "hidden"), _entry(config, "heads")
-    attention, biases = _projections(config, family, shape, hidden, heads)
+    attention, expansion, biases = _projections(config, family, shape, hidden, heads)
     mixture = _mixture(config, hidden, index)
     mlp, mlp_biases = mixture.pop("shared", None), 0
     if mlp is None:
@@ -187,12 +189,12 @@ def _block(config: Mapping, family: Family, shape: dict, index: int) -> Block:
     norms = _norm_count(config, family)
     vectors = norms * _norm(family, hidden) + biases + mlp_biases + _inner_norms(config, family, shape, heads)
     linears = (*attention, *mlp)
-    return Block(linears, vectors, _operations(config, family, norms, len(linears)), _window(config, family, index),
-                 **mixture)  # fmt: skip
+    operations = _operations(config, family, norms, len(linears) + len(expansion))
+    return Block(linears, vectors, operations, _window(config, family, index), expansion=expansion, **mixture)
 
 
-def _projections(config: Mapping, family: Family, shape: dict, hidden: int, heads: int) -> tuple[list, int]:
-    """Matrices of attention, and how many parameters their biases have."""
+def _projections(config: Mapping, family: Family, shape: dict, hidden: int, heads: int) -> tuple:
+    """Matrices of attention, those that expand latents, and how many parameters all their biases have."""
     out = (heads * shape["value_dim"], hidden)
     if shape["latent_dim"]:
         rank, latent = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -201,12 +203,12 @@ def _projections(config: Mapping, family: Family, shape: dict, hidden: int, head
         down = (hidden, shape["latent_dim"])
         up = (latent, heads * (config["qk_nope_head_dim"] + shape["value_dim"]))
         biased = _decides(family.qkv_bias, config)
-        return [*query, down, up, out], ((rank or 0) + down[1] + hidden) * biased
+        return [*query, down, out], (up,), ((rank or 0) + down[1] + hidden) * biased
     kv = shape["kv_heads"] * shape["key_dim"]
     parts = [heads * shape["key_dim"], kv, kv]
     inputs = [(hidden, sum(parts))] if family.fused_qkv else [(hidden, part) for part in parts]
     biases = sum(parts) * _decides(family.qkv_bias, config) + hidden * _decides(family.out_bias, config)
-    return [*inputs, out], biases
+    return [*inputs, out], (), biases
 
 
 def _mlp(hidden: int, inner: int, family: Family) -> list[tuple[int, int]]:
