@@ -115,14 +115,14 @@ def _random_model(settings: transformers.PretrainedConfig, wanted: dict) -> torc
 def _quickly_filled(settings: transformers.PretrainedConfig, wanted: dict, dtype: str, device: str) -> torch.nn.Module:
     """Make a model whose weights repeat one block of random numbers: seconds where drawing them takes minutes.
 
-    Raises ValueError where the weights would not fit into the memory that is free.
+    Raises MemoryError where the weights would not fit into the memory that is free.
     """
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(settings, **wanted)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = _free_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed * MEMORY_MARGIN > free:
-        raise ValueError(f"it needs {needed * MEMORY_MARGIN / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+        raise MemoryError(f"it needs {needed * MEMORY_MARGIN / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
     model.to_empty(device=device)
     model.tie_weights()
     block = torch.empty(FILL_BLOCK, dtype=getattr(torch, dtype), device=device)

@@ -9,19 +9,23 @@ from torch.nn import functional
 from kvlab.measure import memory, timing
 
 COLUMNS = 4096  # of the matrix that is read
-CALLS = {"read": 5, "copy": 5, "gemm": 3, "launch": 5, "layer": 5}  # timed calls of each repetition
+CALLS = {"read": 5, "copy": 5, "gemm": 3, "launch": 5, "layer": 5, "sampling": 20}  # timed calls of each repetition
 LAUNCHES = {"launch": 500, "layer": 20}  # operations, or layers of them, in one timed call
 WIDTH = 32  # numbers in the operands of operations whose work is next to nothing
 
 
-def measure(point: dict) -> dict:
+def measure(point: dict, vocabulary: int | None = None) -> dict:
     """Time one quantity: `samples_s` holds the seconds of each call, beside the bytes, FLOPs or launches of a call.
 
     Quantities: "read" (matrix-vector product over `size_bytes`, what decoding does), "copy" (`size_bytes` read and as
     many written), "gemm" (`shape`: rows, depth, columns), "launch" (one small operation), "layer" (the operations of
-    one decoder layer on operands of next to no size). A call that nobody timed comes first.
+    one decoder layer on operands of next to no size), "sampling" (the largest of `vocabulary` logits, to the host).
+    A call that nobody timed comes first.
     """
-    call, work = {"read": _read, "copy": _copy, "gemm": _gemm, "launch": _launch, "layer": _layer}[point["quantity"]](point)
+    torch.set_num_threads(point["threads"])
+    make = {"read": _read, "copy": _copy, "gemm": _gemm, "launch": _launch, "layer": _layer}
+    make["sampling"] = partial(_sampling, vocabulary=vocabulary)
+    call, work = make[point["quantity"]](point)
     device = torch.device(point["device"])
     watch = timing.Stopwatch(timing.synchronizer(device), device_events=device.type == "cuda")
     with torch.inference_mode():
@@ -75,6 +79,11 @@ def _layer(point: dict) -> tuple[Callable, dict]:
     past = _filled(point, 1, 1, WIDTH, WIDTH)
     step = partial(_small_layer, hidden, square, one, past)
     return partial(_repeat, LAUNCHES["layer"], step), {"launches": LAUNCHES["layer"]}
+
+
+def _sampling(point: dict, vocabulary: int) -> tuple[Callable, dict]:
+    logits = _filled(point, 1, vocabulary)
+    return lambda: logits.max(dim=-1)[1].tolist(), {"launches": 1, "vocabulary": vocabulary}
 
 
 def _repeat(times: int, operation: Callable) -> None:

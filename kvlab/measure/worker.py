@@ -13,8 +13,10 @@ import uuid
 import zlib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import kvlab
+from kvlab import models
 from kvlab.models import ModelSource
 
 STOP_WAIT_S = 5.0
@@ -133,6 +135,12 @@ class Worker:
         return f"worker ended with exit code {code}: {said[-1] if said else 'it said nothing'}"
 
 
+def open_worker(p: SimpleNamespace, model: str | None) -> Worker:
+    """Return a worker with the run's precision, device and threads for this model, or for none."""
+    source = models.resolve(model, p.model_revision) if model else None
+    return Worker(source, p.dtype, p.device, p.threads, p.seed)
+
+
 def _failed_pair(point: dict, answer: dict, negative_control: bool) -> list[dict]:
     shared = {"kind": "generation", "point": point, "pair": uuid.uuid4().hex,
               "negative_control": negative_control, "status": answer["status"],
@@ -202,7 +210,8 @@ class _ChildSession:
     def _measure_ceiling(self, point: dict) -> dict:
         from kvlab.measure import machine
 
-        return {"record": machine.measure(point) | {"process": self._process}}
+        vocabulary = models.outline(self._source).vocab_size if self._source else None
+        return {"record": machine.measure(point, vocabulary) | {"process": self._process}}
 
     def _loaded(self, attention: str) -> object:
         from kvlab import weights
