@@ -175,6 +175,7 @@ def check_together(values: dict, where: str) -> None:
         "long_context_output_tokens",
         "step_curve_output_tokens",
         "serving_output_tokens",
+        "slice_output_tokens",
     ):
         if values.get(name, 2) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")

@@ -82,15 +82,14 @@ def vllm_token(a: cost.Architecture, dtype: str, requests: pd.DataFrame, ceiling
 
 def tokens(
     p: SimpleNamespace,
-    context_length: int,
     a: cost.Architecture,
     generations: pd.DataFrame,
     apart: pd.DataFrame,
     requests: pd.DataFrame,
     ceilings: pd.DataFrame,
 ) -> list[Token]:
-    """The token of every stack that was measured at this length; `apart` are the generations of anatomy.jsonl."""
-    kernel, found = p.attention_kernels[-1], []
+    """The token of every stack at the length of `apart`, the generations of anatomy.jsonl."""
+    kernel, context_length, found = p.attention_kernels[-1], apart["context_length"].max(), []
     for cache, frame in (("dynamic", generations), ("static", apart)):
         rows = cached(frame[(frame["cache"] == cache) & (frame["model"] == p.model)], kernel, context_length)
         thin = cached(apart[(apart["cache"] == cache) & (apart["model"] == f"thin:{p.model}")], kernel, context_length)
@@ -99,6 +98,7 @@ def tokens(
     keep = (requests["status"] == d.OK) & (requests["phase"] == "measured") & requests["void"].isna()
     alone = requests[keep & (requests["concurrency"] == 1) & (requests["context_length"] == context_length)]
     threads = p.server_threads if p.device == "cpu" else p.threads
+    alone = alone.groupby("repetition")[["tpot_s", "context_length", "output_tokens"]].median()  # requests are no repetitions
     if len(alone) and ceiling(ceilings, "read", threads).n:
         found.append(vllm_token(a, p.dtype, alone, ceilings, threads))
     return found

@@ -1,48 +1,51 @@
 """Predictions written down before anything is measured, and what became of them."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pandas as pd
 
-from kvlab.analyse import breakdown, cost
+from kvlab.analyse import breakdown, cost, predict
 from kvlab.analyse import definitions as d
+from kvlab.analyse.predict import Case, Machine
 from kvlab.records import key
 
 FIGURES = ("ttft_s", "tpot_cache_s", "tpot_no_cache_s")
 
 
-def records(p, a: cost.Architecture, ceilings: pd.DataFrame, points: list[dict], known: list[dict]) -> list[dict]:
-    """A prediction for every point that `known` holds none of, from ceilings that nothing was fitted to."""
+def records(m: Machine | None, a: cost.Architecture, points: list[dict], known: list[dict]) -> list[dict]:
+    """A prediction for every point that `known` holds none of; none at all on a machine without ceilings."""
     written = {key(r) for r in known}
-    fresh = [x for x in points if key({"point": x, "repetition": 0}) not in written]
-    rates = uncalibrated(ceilings, p.threads)
-    if any(rate is None for rate in rates.values()):
-        return []
+    fresh = [x for x in points if m and key({"point": x, "repetition": 0}) not in written]
     shared = {"experiment": "predictions", "kind": "prediction", "repetition": 0, "status": "ok", "reason": None}
-    return [shared | {"point": x, "rates": rates, "predicted": figures(rates, a, x)} for x in fresh]
+    return [shared | {"point": x, "machine": asdict(m), "predicted": figures(m, a, x)} for x in fresh]
 
 
-def uncalibrated(ceilings: pd.DataFrame, threads: int) -> dict[str, float | None]:
-    """Medians of the ceilings in SI units, as they were measured; None where one is missing."""
-    names = {"read": "read_bandwidth_bytes_per_s", "copy": "copy_bandwidth_bytes_per_s", "gemm": "flops_per_s"}
-    names["layer"] = "launch_s_per_layer"
-    found = {name: breakdown.ceiling(ceilings, quantity, threads) for quantity, name in names.items()}
-    return {name: estimate.median if estimate.n else None for name, estimate in found.items()}
+def machine(ceilings: pd.DataFrame, p: SimpleNamespace, name: str) -> Machine | None:
+    """The measured ceilings as a machine that nothing is fitted to; None where one is missing."""
+    read, copy, gemm, layer = (breakdown.ceiling(ceilings, q, p.threads) for q in ("read", "copy", "gemm", "layer"))
+    if not all(each.n for each in (read, copy, gemm, layer)):
+        return None
+    return Machine(name, read.median, copy.median, {p.dtype: gemm.median}, layer.median, p.device == "cuda", "measured")
 
 
-def figures(rates: dict[str, float], a: cost.Architecture, point: dict) -> dict[str, float]:
-    """Seconds and bytes of one S1b point: launches add to the work (a CPU does one thing at a time)."""
-    n, batch, dtype = point["context_length"], point["batch_size"], point["dtype"]
-    halfway, launch_s = n + point["output_tokens"] // 2, rates["launch_s_per_layer"] * a.layers
-    read = cost.step_weight_bytes(a, dtype) + cost.kv_cache_bytes(a, halfway, dtype, batch)
-    copied = cost.cache_copy_bytes(a, halfway, dtype, point["attention"], point["cache"], batch)
-    held = cost.kv_cache_bytes(a, n + point["output_tokens"] - 1, dtype, batch)
+def figures(m: Machine, a: cost.Architecture, point: dict) -> dict[str, float]:
+    """Seconds and bytes of one S1b point."""
+    names = {"context": "context_length", "output_tokens": "output_tokens", "batch": "batch_size"}
+    case = Case(
+        a,
+        **{name: point[key] for name, key in names.items()},
+        **{name: point[name] for name in ("dtype", "attention", "cache")},
+    )
+    tokens = case.context + case.output_tokens - 1
+    held = cost.kv_cache_bytes(a, tokens, case.dtype, case.batch)
     return {
-        "ttft_s": cost.prefill_flops(a, n, batch) / rates["flops_per_s"] + launch_s,
-        "tpot_cache_s": read / rates["read_bandwidth_bytes_per_s"]
-        + copied / rates["copy_bandwidth_bytes_per_s"] + launch_s,
-        "tpot_no_cache_s": cost.prefill_flops(a, halfway, batch) / rates["flops_per_s"] + launch_s,
+        "ttft_s": predict.ttft_s(m, case).value,
+        "tpot_cache_s": predict.tpot_s(m, case).value,
+        "tpot_no_cache_s": predict.tpot_s(m, case, use_cache=False).value,
         "kv_cache_bytes": held,
-        "weights_and_cache_bytes": cost.weight_bytes(a, dtype) + held,
-    }  # fmt: skip
+        "weights_and_cache_bytes": cost.weight_bytes(a, case.dtype) + held,
+    }
 
 
 def rows(predicted: list[dict], measured: list[dict]) -> list[dict]:

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pandas as pd
 
-from kvlab.analyse import breakdown, cost
+from kvlab.analyse import breakdown, cost, predict
 from kvlab.analyse.findings import headline
+from kvlab.analyse.predict import Calibration, Case, Machine, Prediction
 from kvlab.analyse.summary import interval
 
 HOUR_S, MILLION = 3600, 1_000_000
@@ -32,26 +33,39 @@ def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float | None
     return price_per_hour / (tokens_per_s * HOUR_S) * MILLION if known else None
 
 
-def gaps(slices: pd.DataFrame, a: cost.Architecture, here: dict, there: dict) -> pd.DataFrame:
-    """How many times faster `there` is for one architecture, beside the ratio of the ceiling that rules the phase.
+def predicted(m: Calibration, a: cost.Architecture, name: str, dtype: str, context_length: int) -> dict:
+    """The row of a card that nobody ran: each time with the range that its residuals on unseen figures allow."""
+    case = Case(a, context_length, dtype=dtype)
+    times = {figure: m.interval(predict.predict(m.machine, case, f"{figure}_s")) for figure in ("ttft", "tpot")}
+    return {
+        "profile": None, "machine": m.machine.name, "model": name, "dtype": dtype, "context_length": context_length,
+        "throughput": None, "price": 0.0, "cost": None, "kind": "predicted", **times,
+    }  # fmt: skip
 
-    `here`: rates of this machine (see `predictions.uncalibrated`) and `dtype`; its times are extrapolated from slices.
-    `there`: the same rates, `dtype`, and `ttft_s`, `tpot_s` as predicted, each (value, low, high). Bandwidths are
-    compared in weights per second: half as many bytes a weight is twice as many weights.
+
+def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet: Machine, there: dict) -> pd.DataFrame:
+    """How many times faster a predicted card is for one architecture, beside the ratio of the ceiling behind it.
+
+    `here` holds this machine's measured ceilings, its times are extrapolated from slices; `sheet` is the card's data
+    sheet, `there` its row of `predicted`. Bandwidths are compared in weights per second: half the bytes are twice the
+    weights.
     """
-    if slices.empty:
-        return pd.DataFrame(columns=["phase", "gap", "gap_low", "gap_high", "ceiling"])
-    per_weight = cost.BYTES_PER_VALUE[here["dtype"]] / cost.BYTES_PER_VALUE[there["dtype"]]
-    ceilings = {
-        "ttft": there["flops_per_s"] / here["flops_per_s"],
-        "tpot": there["read_bandwidth_bytes_per_s"] / here["read_bandwidth_bytes_per_s"] * per_weight,
-    }
-    rows = []
-    for phase, ceiling in ceilings.items():
+    rows, phases = [], {"ttft": "flops", "tpot": "weights"}
+    for phase in phases if here and len(slices) else ():
         whole = interval(breakdown.extrapolated(slices, f"{phase}_s", a.layers)["whole_s"])
-        value, low, high = there[f"{phase}_s"]
+        time: Prediction = there[phase]
         rows.append(
-            {"phase": phase, "gap": whole.median / value, "gap_low": whole.low / high, "gap_high": whole.high / low}
-            | {"ceiling": ceiling, "here": whole}
+            {"phase": phase, "gap": whole.median / time.value, "gap_low": whole.low / time.high}
+            | {"gap_high": whole.high / time.low, "ceiling": ceiling_ratio(phases[phase], here, sheet, there["dtype"])}
+            | {"here": whole}
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["phase", "gap", "gap_low", "gap_high", "ceiling", "here"])
+
+
+def ceiling_ratio(what: str, here: Machine, there: Machine, dtype: str) -> float:
+    """FLOP/s, or weights read per second, of a machine at `dtype` over those of the one here at its own."""
+    ((own, flops_per_s),) = here.flops_per_s.items()
+    if what == "flops":
+        return there.flops_per_s[dtype] / flops_per_s
+    per_weight = cost.BYTES_PER_VALUE[own] / cost.BYTES_PER_VALUE[dtype]
+    return there.read_bandwidth_bytes_per_s / here.read_bandwidth_bytes_per_s * per_weight

@@ -3,7 +3,8 @@
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from kvlab.analyse import breakdown, tiers
+from kvlab.analyse import breakdown
+from kvlab.analyse.predict import Prediction
 from kvlab.analyse.predictions import FIGURES
 from kvlab.analyse.summary import interval
 from kvlab.article import drawing, prose
@@ -224,11 +225,20 @@ def engine(found: list[breakdown.Token], large, language: str, source: str) -> N
         prose.say("anatomy.removable_large", language, source=source, share=large)
 
 
-def side_by_side(rows: list[tiers.Row], language: str, source: str) -> None:
+def side_by_side(rows: list[dict], language: str, source: str) -> None:
     """Every run at hand and the predicted card, one row each, labelled."""
     priced = any(row["price"] for row in rows)
-    table = [row | {"kind": prose.both(f"kind.{row['kind']}")} for row in rows]
+    table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
     headings = {"profile": "tiers.profile", "machine": "answer.machine", "model": "machine.model", "dtype": "machine.dtype"}
     headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
     headings |= {"throughput": "tiers.throughput:rate"} | ({"cost": "tiers.cost"} if priced else {}) | {"kind": "tiers.kind"}
     prose.table(table, headings, language, source=source)
+
+
+def ranges(row: dict) -> dict:
+    """A predicted row's times as text with their range: a prediction has no n."""
+    predictions = {name: row[name] for name in ("ttft", "tpot") if isinstance(row[name], Prediction)}
+    return {
+        name: prose.both("tiers.range", value=each.value, low=each.low, high=each.high)
+        for name, each in predictions.items()
+    }

@@ -1,7 +1,7 @@
 """A machine's ceilings: the fastest it reads, copies, multiplies and launches; raw times, one record per repetition."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch.nn import functional
@@ -47,18 +47,20 @@ def _filled(point: dict, *shape: int) -> torch.Tensor:
     return torch.full(shape, 0.01, dtype=getattr(torch, point["dtype"]), device=point["device"])
 
 
-def _bytes_per_value(point: dict) -> int:
-    return getattr(torch, point["dtype"]).itemsize
+@lru_cache(maxsize=1)
+def _buffer(dtype: str, device: str, size_bytes: int) -> torch.Tensor:
+    """The memory that is read and copied, written once for all repetitions: to fill it takes longer than to measure."""
+    count = size_bytes // getattr(torch, dtype).itemsize // COLUMNS * COLUMNS
+    return _filled({"dtype": dtype, "device": device}, count)
 
 
 def _read(point: dict) -> tuple[Callable, dict]:
-    matrix = _filled(point, point["size_bytes"] // _bytes_per_value(point) // COLUMNS, COLUMNS)
+    matrix = _buffer(point["dtype"], point["device"], point["size_bytes"]).view(-1, COLUMNS)
     return partial(functional.linear, _filled(point, 1, COLUMNS), matrix), {"bytes": matrix.nbytes}
 
 
 def _copy(point: dict) -> tuple[Callable, dict]:
-    source = _filled(point, point["size_bytes"] // _bytes_per_value(point))
-    target = source.clone()
+    source, target = _buffer(point["dtype"], point["device"], 2 * point["size_bytes"]).chunk(2)
     return partial(target.copy_, source), {"bytes": 2 * source.nbytes}
 
 
