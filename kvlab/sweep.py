@@ -181,9 +181,8 @@ def ceiling_point(p: SimpleNamespace, **quantity) -> dict:
 
 
 def anatomy_length(p: SimpleNamespace) -> int:
-    """The context length whose token is taken apart: the middle one of those that both stacks measure."""
-    lengths = sorted(p.context_lengths)
-    return lengths[len(lengths) // 2]
+    """The context length whose token is taken apart: of those that both stacks measure the one nearest to S1's sweep."""
+    return min(p.context_lengths, key=lambda length: abs(length - p.serving_context_length))
 
 
 def anatomy_points(p: SimpleNamespace) -> list[tuple[dict, int]]:

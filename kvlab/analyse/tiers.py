@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pandas as pd
 
-from kvlab.analyse import breakdown, cost, predict
+from kvlab.analyse import breakdown, cost
 from kvlab.analyse.findings import headline
-from kvlab.analyse.predict import Calibration, Case, Machine, Prediction
+from kvlab.analyse.calibrate import Calibration
+from kvlab.analyse.predict import Case, Machine, Prediction
 from kvlab.analyse.summary import interval
 
 HOUR_S, MILLION = 3600, 1_000_000
+CONTEXT = 1024  # tokens at which two machines are compared: long enough for a card's prefill to be bound by FLOP/s
 
 
 def measured(machine: str, p: SimpleNamespace, generations: pd.DataFrame, points: pd.DataFrame) -> dict:
@@ -33,12 +35,12 @@ def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float | None
     return price_per_hour / (tokens_per_s * HOUR_S) * MILLION if known else None
 
 
-def predicted(m: Calibration, a: cost.Architecture, name: str, dtype: str, context_length: int) -> dict:
+def predicted(m: Calibration, a: cost.Architecture, name: str, dtype: str) -> dict:
     """The row of a card that nobody ran: each time with the range that its residuals on unseen figures allow."""
-    case = Case(a, context_length, dtype=dtype)
-    times = {figure: m.interval(predict.predict(m.machine, case, f"{figure}_s")) for figure in ("ttft", "tpot")}
+    case = Case(a, CONTEXT, dtype=dtype)
+    times = {figure: m.predict(case, f"{figure}_s") for figure in ("ttft", "tpot")}
     return {
-        "profile": None, "machine": m.machine.name, "model": name, "dtype": dtype, "context_length": context_length,
+        "profile": None, "machine": m.machine.name, "model": name, "dtype": dtype, "context_length": CONTEXT,
         "throughput": None, "price": 0.0, "cost": None, "kind": "predicted", **times,
     }  # fmt: skip
 
@@ -46,13 +48,15 @@ def predicted(m: Calibration, a: cost.Architecture, name: str, dtype: str, conte
 def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet: Machine, there: dict) -> pd.DataFrame:
     """How many times faster a predicted card is for one architecture, beside the ratio of the ceiling behind it.
 
-    `here` holds this machine's measured ceilings, its times are extrapolated from slices; `sheet` is the card's data
-    sheet, `there` its row of `predicted`. Bandwidths are compared in weights per second: half the bytes are twice the
-    weights.
+    `here` holds this machine's measured ceilings; its times are extrapolated from slices in layers, TTFT also in length,
+    by FLOPs. `sheet` is the card's data sheet, `there` its row of `predicted`. Bandwidths are compared in weights per
+    second: half the bytes are twice the weights.
     """
     rows, phases = [], {"ttft": "flops", "tpot": "weights"}
     for phase in phases if here and len(slices) else ():
-        whole = interval(breakdown.extrapolated(slices, f"{phase}_s", a.layers)["whole_s"])
+        longer = cost.prefill_flops(a, CONTEXT) / cost.prefill_flops(a, int(slices["context_length"].iloc[0]))
+        whole_s = breakdown.extrapolated(slices, f"{phase}_s", a.layers)["whole_s"]
+        whole = interval(whole_s * (longer if phase == "ttft" else 1))
         time: Prediction = there[phase]
         rows.append(
             {"phase": phase, "gap": whole.median / time.value, "gap_low": whole.low / time.high}
