@@ -159,7 +159,7 @@ def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> 
 
 
 def machine_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
-    """(point, repetitions) of the ceilings: reading also with the server's threads, which another stack's floor needs."""
+    """(point, repetitions) of the ceilings: reading also with the server's threads, for its floor."""
     size_bytes, square = p.bandwidth_buffer_mib * 2**20, 8192 if p.device == "cuda" else 2048
     reads = {"quantity": "read", "size_bytes": size_bytes}
     wanted = [
@@ -181,14 +181,14 @@ def ceiling_point(p: SimpleNamespace, **quantity) -> dict:
 
 
 def anatomy_length(p: SimpleNamespace) -> int:
-    """The context length whose token is taken apart: of those that both stacks measure the one nearest to S1's sweep."""
+    """The context length whose token is taken apart: of those of both stacks the one nearest to S1's sweep."""
     return min(p.context_lengths, key=lambda length: abs(length - p.serving_context_length))
 
 
 def anatomy_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     """(point, repetitions) of what takes one token apart beside S1b's own records.
 
-    A static cache, the same layers with matrices of next to nothing under either cache, and the choice of a token alone.
+    A static cache, the same layers with matrices of next to nothing under either cache, and the choice of a token.
     """
     length = anatomy_length(p)
     token = on_off_point(p, p.attention_kernels[-1], length, output_tokens_at(vars(p), length))
@@ -213,8 +213,8 @@ def max_model_len(p: SimpleNamespace) -> int:
 def missing(found: list[dict], kind: str | None, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
     """(point, repetition) of all that these records of one environment lack, repetition by repetition.
 
-    `kind` is the record that completes a point (None: whichever it has); a pair of arms needs both of its records. With `remeasure`, new
-    repetitions are numbered behind the recorded ones.
+    `kind` is the record that completes a point (None: whichever it has); a pair of arms needs both of its records.
+    With `remeasure`, new repetitions are numbered behind the recorded ones.
     """
     done = [r for r in found if kind in (None, r["kind"]) and r["status"] in DONE and not is_control(r)]
     arms: dict[str, set] = {}
@@ -259,7 +259,7 @@ def machine(run: Run, p: SimpleNamespace, open_worker) -> None:
 
 
 def anatomy(run: Run, p: SimpleNamespace, open_worker) -> None:
-    """Measure what is missing of a token's anatomy; `open_worker(model)` is a context manager, one process per model."""
+    """Measure what is missing of a token's anatomy; `open_worker(model)` is a context manager, a process per model."""
     single(run, p, "anatomy", anatomy_points(p) + slice_points(p), open_worker)
 
 

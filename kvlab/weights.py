@@ -122,7 +122,8 @@ def _quickly_filled(settings: transformers.PretrainedConfig, wanted: dict, dtype
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = _free_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed * MEMORY_MARGIN > free:
-        raise MemoryError(f"it needs {needed * MEMORY_MARGIN / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+        wanted_gib, free_gib = needed * MEMORY_MARGIN / 2**30, free / 2**30
+        raise MemoryError(f"it needs {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free")
     model.to_empty(device=device)
     model.tie_weights()
     block = torch.empty(FILL_BLOCK, dtype=getattr(torch, dtype), device=device)

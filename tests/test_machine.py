@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from test_sweep import run, smoke  # noqa: F401  (a fixture and the parameters of a small run)
 
 from kvlab import models, sweep, weights
 from kvlab.analyse import summary
 from kvlab.measure import decoding, machine, memory
 from kvlab.measure.worker import Worker
-from test_sweep import run, smoke  # noqa: F401  (a fixture and the parameters of a small run)
 
 CPU = {"device": "cpu", "dtype": "float32", "threads": 1}
 QUANTITIES = [
@@ -40,7 +40,11 @@ def record(quantity, samples_s, repetition=1, threads=2, **work):
 
 def test_a_ceiling_is_the_best_call_of_a_repetition_in_its_own_unit():
     frame = summary.ceilings(
-        [record("read", [0.2, 0.1, 0.4], bytes=10), record("layer", [0.5, 0.3], launches=3), record("gemm", [2.0], flops=8)]
+        [
+            record("read", [0.2, 0.1, 0.4], bytes=10),
+            record("layer", [0.5, 0.3], launches=3),
+            record("gemm", [2.0], flops=8),
+        ]
     )
     assert list(zip(frame["value"], frame["unit"])) == [(100.0, "B/s"), (pytest.approx(0.1), "s"), (4.0, "FLOP/s")]
 

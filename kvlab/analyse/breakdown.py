@@ -43,7 +43,9 @@ def ceiling(ceilings: pd.DataFrame, quantity: str, threads: int | None = None) -
 
 
 def cached(generations: pd.DataFrame, attention: str, context_length: int) -> pd.DataFrame:
-    keep = (generations["status"] == d.OK) & ~generations["control"].astype(bool) & generations["use_cache"].astype(bool)
+    keep = (
+        (generations["status"] == d.OK) & ~generations["control"].astype(bool) & generations["use_cache"].astype(bool)
+    )
     at = (generations["attention"] == attention) & (generations["context_length"] == context_length)
     return generations[keep & at]
 
@@ -98,7 +100,9 @@ def tokens(
     keep = (requests["status"] == d.OK) & (requests["phase"] == "measured") & requests["void"].isna()
     alone = requests[keep & (requests["concurrency"] == 1) & (requests["context_length"] == context_length)]
     threads = p.server_threads if p.device == "cpu" else p.threads
-    alone = alone.groupby("repetition")[["tpot_s", "context_length", "output_tokens"]].median()  # requests are no repetitions
+    alone = alone.groupby("repetition")[
+        ["tpot_s", "context_length", "output_tokens"]
+    ].median()  # requests are no repetitions
     if len(alone) and ceiling(ceilings, "read", threads).n:
         found.append(vllm_token(a, p.dtype, alone, ceilings, threads))
     return found
@@ -142,7 +146,12 @@ def extrapolated(frame: pd.DataFrame, value: str, layers: int) -> pd.DataFrame:
         if group["layers"].nunique() > 1:
             slope, intercept = np.polyfit(group["layers"], group[value], 1)
             rows.append(
-                {"repetition": repetition, "per_layer_s": slope, "rest_s": intercept, "whole_s": intercept + slope * layers}
+                {
+                    "repetition": repetition,
+                    "per_layer_s": slope,
+                    "rest_s": intercept,
+                    "whole_s": intercept + slope * layers,
+                }
             )
     return pd.DataFrame(rows, columns=["repetition", "per_layer_s", "rest_s", "whole_s"])
 

@@ -12,7 +12,7 @@ NOTHING = interval([])
 
 
 def throughput_growth(points: pd.DataFrame) -> float | None:
-    """S1's median throughput at the most requests in flight over that of one, at the length swept; None without both."""
+    """S1's throughput at the most requests in flight over that of one, at the length swept; None without both."""
     rows = points[points["void"].isna()].dropna(subset=["throughput_tokens_per_s"])
     swept = rows.groupby("context_length")["concurrency"].nunique()
     if swept.empty or swept.max() < 2:
@@ -38,7 +38,9 @@ def tiers(gaps: pd.DataFrame) -> Answer:
     """Q4: how far apart the phases are on two machines; one of them predicted, so no verdict is passed."""
     by_phase = gaps.set_index("phase").to_dict("index")
     numbers = {
-        f"{phase}_{value}": by_phase.get(phase, {}).get(value) for phase in ("ttft", "tpot") for value in ("gap", "ceiling")
+        f"{phase}_{value}": by_phase.get(phase, {}).get(value)
+        for phase in ("ttft", "tpot")
+        for value in ("gap", "ceiling")
     }
     times = by_phase.get("ttft", {}).get("here", NOTHING)
     return Answer("q4", "predicted_only" if times.n else "no_verdict", times, numbers)
@@ -46,7 +48,9 @@ def tiers(gaps: pd.DataFrame) -> Answer:
 
 def memory(generations: pd.DataFrame, a: cost.Architecture, dtype: str) -> Answer:
     """Q5: the cache holds exactly the bytes that the formula gives, at every length that was measured."""
-    keep = (generations["status"] == "ok") & generations["use_cache"].astype(bool) & generations["kv_cache_bytes"].notna()
+    keep = (
+        (generations["status"] == "ok") & generations["use_cache"].astype(bool) & generations["kv_cache_bytes"].notna()
+    )
     rows = generations[keep]
     held = zip(rows["context_length"] + rows["output_tokens"] - 1, rows["batch_size"])
     formula = [cost.kv_cache_bytes(a, int(tokens), dtype, int(batch)) for tokens, batch in held]

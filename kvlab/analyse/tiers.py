@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pandas as pd
 
 from kvlab.analyse import breakdown, cost
-from kvlab.analyse.findings import headline
 from kvlab.analyse.calibrate import Calibration
+from kvlab.analyse.findings import headline
 from kvlab.analyse.predict import Case, Machine, Prediction
 from kvlab.analyse.summary import interval
 
@@ -48,9 +48,9 @@ def predicted(m: Calibration, a: cost.Architecture, name: str, dtype: str) -> di
 def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet: Machine, there: dict) -> pd.DataFrame:
     """How many times faster a predicted card is for one architecture, beside the ratio of the ceiling behind it.
 
-    `here` holds this machine's measured ceilings; its times are extrapolated from slices in layers, TTFT also in length,
-    by FLOPs. `sheet` is the card's data sheet, `there` its row of `predicted`. Bandwidths are compared in weights per
-    second: half the bytes are twice the weights.
+    `here` holds this machine's measured ceilings; its times are extrapolated from slices in layers, TTFT also in
+    length, by FLOPs. `sheet` is the card's data sheet, `there` its row of `predicted`. Bandwidths are compared in
+    weights per second: half the bytes are twice the weights.
     """
     rows, phases = [], {"ttft": "flops", "tpot": "weights"}
     for phase in phases if here and len(slices) else ():

@@ -24,9 +24,7 @@ def waterfall(parts, language):
     """Where one token's time goes: a panel per stack, each in multiples of its own floor."""
     stacks = list(dict.fromkeys(parts["stack"]))
     titles = [stack_title(parts, stack, language) for stack in stacks] or [""]
-    figure, axes = drawing.panels(
-        language, "waterfall", titles, rows=len(titles), height=2.3, sharey=False
-    )
+    figure, axes = drawing.panels(language, "waterfall", titles, rows=len(titles), height=2.3, sharey=False)
     for ax, stack in zip(axes, stacks):
         _steps(ax, parts[parts["stack"] == stack], language)
     if not stacks:
@@ -55,12 +53,14 @@ def _steps(ax, rows, language):
     names = [part_name(part, basis, language) for part, basis in zip(rows["part"], rows["basis"])]
     ax.set_yticks(range(len(rows) + 1), [*names, label("measured_tpot", language)])
     ax.set(xlim=(0, max(whole, (rows["start"] + rows["length"]).max()) * 1.18), ylim=(len(rows) + 0.6, -0.6))
-    ax.axvline(1, color=drawing.COLOUR["reference"], linewidth=1, linestyle=":")
+    ax.axvline(1, color=drawing.COLOUR["reference"], linewidth=1, linestyle=":", zorder=0)
     ax.grid(False)
 
 
 def part_name(part, basis, language):
-    return prose.plain("label.part", language, part=label(f"part_{part}", language), basis=label(f"basis_{basis}", language))
+    return prose.plain(
+        "label.part", language, part=label(f"part_{part}", language), basis=label(f"basis_{basis}", language)
+    )
 
 
 def waterfall_numbers(parts):
@@ -97,8 +97,8 @@ def slice_by_layers(frame, layers, language):
         if len(fit):
             ends = [fit["rest_s"].median(), fit["rest_s"].median() + fit["per_layer_s"].median() * layers]
             ax.plot([0, layers], ends, color=drawing.COLOUR["reference"], linestyle="--", linewidth=1.4)
-            ax.annotate(label("extrapolated", language), (layers, ends[1]), (-6, -4), ha="right", va="top",
-                        color=drawing.COLOUR["reference"], textcoords="offset points")  # fmt: skip
+            grey = drawing.COLOUR["reference"]
+            ax.text(0.05, 0.93, label("extrapolated", language), transform=ax.transAxes, va="top", color=grey)
         drawing.line(ax, frame, "layers", value, "cache")
         ax.set_xlabel(label("layers", language))
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -163,13 +163,19 @@ def tier_gaps(gaps, language):
             name = label(f"tier_{row['phase']}_{value}", language)
             text = f"{name} {prose.friendly(row[value], 'x', language)}"
             shift = (0, 11) if value == "gap" else (0, -19)
-            ax.annotate(text, (row[value], height), shift, ha="center", color=colour, textcoords="offset points", fontsize=9)
+            ax.annotate(
+                text, (row[value], height), shift, ha="center", color=colour, textcoords="offset points", fontsize=9
+            )
         ax.plot([row["gap_low"], row["gap_high"]], [height, height], color=MEASURED, linestyle="--", linewidth=2)
     ax.set_xscale("log")
     ax.set(ylim=(-0.7, max(len(gaps), 1) - 0.3))
     if len(gaps):
         values = gaps[["gap", "ceiling", "gap_low", "gap_high"]].to_numpy().ravel()
-        ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000) if values.min() / 3 < tick < values.max() * 3]
+        ticks = [
+            tick
+            for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+            if values.min() / 3 < tick < values.max() * 3
+        ]
         ax.set_xlim(values.min() / 2.5, values.max() * 2.5)
         drawing.fixed_ticks(ax.xaxis, ticks, lambda value: prose.plain("unit.ratio", language, number=f"{value:g}"))
     else:
@@ -181,7 +187,9 @@ def tier_gaps(gaps, language):
 
 def tier_numbers(gaps):
     by_phase = gaps.set_index("phase")
-    return {f"{phase}_{value}": by_phase.loc[phase, value] for phase in ("ttft", "tpot") for value in ("gap", "ceiling")}
+    return {
+        f"{phase}_{value}": by_phase.loc[phase, value] for phase in ("ttft", "tpot") for value in ("gap", "ceiling")
+    }
 
 
 tier_gaps.reading = tier_numbers
@@ -197,7 +205,12 @@ def ceilings(frame: pd.DataFrame, language: str, source: str) -> None:
         divisor, unit = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e9, "GFLOP/s"), "s": (1e-6, "µs")}[group["unit"].iloc[0]]
         what = prose.both(f"ceiling.{quantity}", shape=shape.strip("[]").replace(", ", " x "))
         rows.append({"what": what, "threads": threads, "value": interval(group["value"] / divisor), "unit": unit})
-    headings = {"what": "ceiling.what", "threads": "ceiling.threads:count", "value": "ceiling.value", "unit": "ceiling.unit"}
+    headings = {
+        "what": "ceiling.what",
+        "threads": "ceiling.threads:count",
+        "value": "ceiling.value",
+        "unit": "ceiling.unit",
+    }
     prose.table(rows, headings, language, source=source)
 
 
@@ -229,9 +242,16 @@ def side_by_side(rows: list[dict], language: str, source: str) -> None:
     """Every run at hand and the predicted card, one row each, labelled."""
     priced = any(row["price"] for row in rows)
     table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
-    headings = {"profile": "tiers.profile", "machine": "answer.machine", "model": "machine.model", "dtype": "machine.dtype"}
+    headings = {
+        "profile": "tiers.profile",
+        "machine": "answer.machine",
+        "model": "machine.model",
+        "dtype": "machine.dtype",
+    }
     headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
-    headings |= {"throughput": "tiers.throughput:rate"} | ({"cost": "tiers.cost"} if priced else {}) | {"kind": "tiers.kind"}
+    headings |= (
+        {"throughput": "tiers.throughput:rate"} | ({"cost": "tiers.cost"} if priced else {}) | {"kind": "tiers.kind"}
+    )
     prose.table(table, headings, language, source=source)
 
 

@@ -32,7 +32,8 @@ class Worker:
     def __init__(
         self, model_source: ModelSource | None, dtype: str, device: str, threads: int, seed: int = 0
     ) -> None:
-        self._setup = {"source": model_source and asdict(model_source), "dtype": dtype, "device": device, "threads": threads}
+        source = model_source and asdict(model_source)
+        self._setup = {"source": source, "dtype": dtype, "device": device, "threads": threads}
         self._seed = seed
         self._child: subprocess.Popen | None = None
         self._arms_run = 0
