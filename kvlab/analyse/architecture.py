@@ -123,7 +123,8 @@ def architecture(config: Mapping) -> Architecture:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         near = (difflib.get_close_matches(str(kind), FAMILIES, 1, 0.5) or ["llama"])[0]
-        raise ValueError(f"no cost model for model type {kind!r} (it may have no KV cache); the nearest known is {near!r}")
+        reason = "it may have no KV cache, or layers unknown to us"
+        raise ValueError(f"no cost model for model type {kind!r} ({reason}); the nearest known is {near!r}")
     family, hidden, heads = FAMILIES[kind], _entry(config, "hidden"), _entry(config, "heads")
     shape, tied = _attention(config, hidden, heads), config.get("tie_word_embeddings", FAMILIES[kind].tied)
     blocks = tuple(_block(config, family, shape, index) for index in range(_entry(config, "layers")))

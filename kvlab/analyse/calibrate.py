@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pandas as pd
 from scipy import optimize
 
+from kvlab.analyse.architecture import Architecture
 from kvlab.analyse.predict import QUANTITIES, Case, Machine, Prediction
+from kvlab.analyse.summary import POINT
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Calibration:
         return replace(found, low=found.value * float(low), high=found.value * float(high))
 
 
-CPU_TERMS = ("read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s", "launch_s_per_operation")
+CPU_TERMS = ("read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s", "launch_s_per_layer")
 GPU_STEP_TERMS = ("bandwidth", "launch_s_per_layer", "launch_s_per_operation", "kernel_s")
 START = {"launch_s_per_layer": 2e-4, "launch_s_per_operation": 1e-5, "kernel_s": 5e-6}
 RATES = ("bandwidth", "read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s")
@@ -77,6 +80,32 @@ def calibrate(
     found = optimize.least_squares(errors, np.full(len(terms), -0.1), bounds=(-np.inf, most), loss="soft_l1")
     fitted = replace(scaled(start, terms, np.exp(found.x)), kind="calibrated")
     return Calibration(fitted, points, held_out, residuals(fitted, held_out))
+
+
+def on_lengths(m: Machine, points: list[Point]) -> Calibration:
+    """Calibrate on every second context length, the shortest included, and test on the lengths between."""
+    lengths = sorted({p.case.context for p in points})
+    fitted_on, held_out = ([p for p in points if (p.case.context in lengths[::2]) == half] for half in (True, False))
+    ratios = ("tpot_speedup", "total_speedup")  # follow from the times: no information of their own
+    return calibrate(m, [p for p in fitted_on if p.quantity not in ratios], held_out)
+
+
+def measured_points(model: Architecture, dtype: str, generations: pd.DataFrame, pairs: pd.DataFrame) -> list[Point]:
+    """Medians of S1b's frames (see `summary`) as points by kernel and length: TTFT, both TPOT, both speed-ups."""
+    arms = generations[(generations["status"] == "ok") & ~generations["control"]]
+    named = {True: {"ttft_s": "ttft_s", "tpot_s": "tpot_s"}, False: {"tpot_s": "tpot_no_cache_s"}}
+    medians = [(rows[column].median(), quantity, setting) for *setting, used, rows in _groups(arms, "use_cache")
+               for column, quantity in named[used].items()]  # fmt: skip
+    accepted = pairs[pairs["refusal"].isna() & ~pairs["control"]]
+    medians += [(rows[ratio].median(), ratio, setting) for *setting, rows in _groups(accepted)
+                for ratio in ("tpot_speedup", "total_speedup")]  # fmt: skip
+    return [Point(Case(model, context, output, batch, dtype, attention, cache), quantity, float(value))
+            for value, quantity, (attention, cache, context, output, batch) in medians if value == value]  # fmt: skip
+
+
+def _groups(frame: pd.DataFrame, *more: str) -> list[tuple]:
+    by = [*POINT, *more]
+    return [(*keys, rows) for keys, rows in frame.fillna({"cache": "dynamic", "batch_size": 1}).groupby(by)]
 
 
 def scaled(m: Machine, terms: tuple[str, ...], factors: np.ndarray) -> Machine:

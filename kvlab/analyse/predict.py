@@ -3,8 +3,8 @@
 A forward pass is a sum of parts: weights read, products computed, the scores that eager attention writes out, the cache
 read and copied, elementwise passes, and the time to launch it all, which on a CPU adds to the work and on a GPU hides
 behind it. Reading and multiplying are added although they overlap: it is the smooth form of "whichever is longer", and
-the fewer tokens a product has, the further it is from its FLOP/s. Nothing here is measured; `kvlab.analyse.calibrate` fits a machine's
-efficiencies to points that were.
+the fewer tokens a product has, the further it is from its FLOP/s. Nothing here is measured; `kvlab.analyse.calibrate`
+fits a machine's efficiencies to points that were.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from kvlab.analyse.architecture import Architecture
 SCORE_PASSES = {2: 12, 4: 8}  # reads and writes of eager attention's scores, in numbers, by bytes per number
 ATTENTION_KERNELS = {"eager": 7, "sdpa": 2, "flash_attention_2": 3}  # launched per layer
 IN_CACHE = 0.1  # of a pass through memory
+CPU_CACHE_BYTES = 2**25  # a usual last-level cache, and the largest block that glibc keeps instead of giving it back
 PARTS = {
     "compute-bound": ("products", "attention"),
     "bandwidth-bound": ("weights", "scores", "elementwise", "cache_read", "cache_copy"),
@@ -44,7 +45,7 @@ class Machine:
     power_w: float | None = None
     launch_s_per_operation: float = 0.0  # of a kernel, beyond its layer's share
     kernel_s: float = 0.0  # what even the smallest kernel occupies the device for
-    cache_bytes: float = 0.0  # of the last-level cache: what fits is not read from memory again
+    cache_bytes: float | None = None  # what fits is not read from memory again; None: CPU_CACHE_BYTES, on a GPU 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def work(c: Case, tokens: int, cached: int) -> Work:
 def parts_s(m: Machine, c: Case, tokens: int, cached: int = 0) -> dict[str, float]:
     """Seconds of each part of one forward pass; what hides behind another part is 0."""
     w = work(c, tokens, cached)
-    rate, read, copy = m.flops_per_s[c.dtype], m.read_bandwidth_bytes_per_s, m.copy_bandwidth_bytes_per_s
+    rate, read, copy = flops_per_s(m, c.dtype), m.read_bandwidth_bytes_per_s, m.copy_bandwidth_bytes_per_s
     elementwise = w.elementwise_bytes * _from_memory(m, w.elementwise_tensor_bytes) / copy
     kernels, stack = w.small_kernels * m.kernel_s, STACKS[c.stack]
     launch = w.layers * m.launch_s_per_layer + w.launches * m.launch_s_per_operation
@@ -149,9 +150,17 @@ def parts_s(m: Machine, c: Case, tokens: int, cached: int = 0) -> dict[str, floa
     }
 
 
+def flops_per_s(m: Machine, dtype: str) -> float:
+    """The machine's rate for a dtype; raises ValueError for one that it states no rate for."""
+    if dtype not in m.flops_per_s:
+        raise ValueError(f"no FLOP/s known of {m.name} for {dtype}; known: {', '.join(m.flops_per_s)}")
+    return m.flops_per_s[dtype]
+
+
 def _from_memory(m: Machine, size: float) -> float:
     """What passes over tensors of this size cost, in passes through memory."""
-    return 1.0 if size > m.cache_bytes else IN_CACHE
+    cache = m.cache_bytes if m.cache_bytes is not None else 0 if m.launch_overlaps else CPU_CACHE_BYTES
+    return 1.0 if size > cache else IN_CACHE
 
 
 def forward(m: Machine, c: Case, tokens: int, cached: int = 0) -> Prediction:

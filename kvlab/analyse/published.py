@@ -73,10 +73,10 @@ def calibrated(card: str = "A10") -> Calibration:
     prefill = rows["quantity"] == "ttft_s"
     step = calibrate(home, points(rows[chosen & ~prefill]), [], GPU_STEP_TERMS).machine
     fitted = calibrate(replace(step, kind="data sheet"), points(rows[chosen & prefill]), [], ("flops_per_s",)).machine
-    tested = rows[~chosen]
-    misses = [residuals(transferred(fitted, home, sheets[card]), points(group)) for card, group in tested.groupby("gpu")]
-    in_order = [p for _, group in tested.groupby("gpu") for p in points(group)]
-    return Calibration(transferred(fitted, home, sheets[card]), points(rows[chosen]), in_order, np.concatenate(misses))
+    tested = [(transferred(fitted, home, sheets[name]), points(group)) for name, group in rows[~chosen].groupby("gpu")]
+    misses = np.concatenate([residuals(machine, group) for machine, group in tested])
+    held_out = [p for _, group in tested for p in group]
+    return Calibration(transferred(fitted, home, sheets[card]), points(rows[chosen]), held_out, misses)
 
 
 def transferred(fitted: Machine, home: Machine, sheet: Machine) -> Machine:
@@ -84,7 +84,8 @@ def transferred(fitted: Machine, home: Machine, sheet: Machine) -> Machine:
     share = fitted.read_bandwidth_bytes_per_s / home.read_bandwidth_bytes_per_s
     products = fitted.flops_per_s["float16"] / home.flops_per_s["float16"]
     return replace(
-        sheet, kind="calibrated", read_bandwidth_bytes_per_s=sheet.read_bandwidth_bytes_per_s * share,
+        sheet, kind="calibrated", source=f"{sheet.source}, at the shares that published figures reach on {home.name}",
+        read_bandwidth_bytes_per_s=sheet.read_bandwidth_bytes_per_s * share,
         copy_bandwidth_bytes_per_s=sheet.copy_bandwidth_bytes_per_s * share,
         flops_per_s={dtype: rate * products for dtype, rate in sheet.flops_per_s.items()},
         launch_s_per_layer=fitted.launch_s_per_layer, launch_s_per_operation=fitted.launch_s_per_operation,
