@@ -161,6 +161,16 @@ def test_residuals_are_measured_over_predicted_without_controls():
     assert ratio["tpot_cache_s"] == pytest.approx(0.1 / written["predicted"]["tpot_cache_s"])
 
 
+def test_the_calibrated_predictor_is_judged_on_lengths_it_has_not_seen():
+    here = predictions.machine(ceilings(), P, "here")
+    frames = [f.assign(cache="dynamic", batch_size=1) for f in (fake_frames.generations(), fake_frames.pairs())]
+    fitted = predictions.calibrated(here, SMALL, "float32", *frames)
+    assert {p.case.context for p in fitted.held_out} & {p.case.context for p in fitted.fitted_on} == set()
+    one_length = [frame[frame["context_length"] == 512] for frame in frames]
+    assert predictions.calibrated(here, SMALL, "float32", *one_length) is None
+    assert predictions.calibrated(None, SMALL, "float32", *frames) is None
+
+
 @pytest.fixture(scope="module")
 def gaps():
     there = tiers.predicted(published.calibrated("A10"), LARGE, "Qwen2.5-7B", "bfloat16")

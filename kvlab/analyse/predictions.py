@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pandas as pd
 
-from kvlab.analyse import breakdown, cost, predict
+from kvlab.analyse import breakdown, calibrate, cost, predict
 from kvlab.analyse import definitions as d
+from kvlab.analyse.calibrate import Calibration
 from kvlab.analyse.predict import Case, Machine
 from kvlab.records import key
 
@@ -78,3 +79,12 @@ def residuals(predicted: list[dict], measured: list[dict]) -> pd.DataFrame:
             if value is not None
         ]
     return pd.DataFrame(found, columns=["figure", "point", "repetition", "ratio", "attention", "context_length"])
+
+
+def calibrated(
+    m: Machine | None, a: cost.Architecture, dtype: str, generations: pd.DataFrame, pairs: pd.DataFrame
+) -> Calibration | None:
+    """The machine fitted on every second length and tested on the lengths between; None without lengths to test on."""
+    points = calibrate.measured_points(a, dtype, generations, pairs)
+    enough = m is not None and len({point.case.context for point in points}) > 1
+    return calibrate.on_lengths(m, points) if enough else None

@@ -84,10 +84,10 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stable"])
 
 
-POINT = ["model", "dtype", "attention", "cache", "context_length", "output_tokens", "batch_size"]
+POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
-    "environment", *POINT, "use_cache", "repetition", "process", "pair", "control", "status", "reason",
-    "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
+    "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
+    "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
 ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def generations(records: list[dict]) -> pd.DataFrame:
     """One row per arm of S1b."""
     rows = [
         {name: r.get(name) for name in GENERATION}
-        | {name: r["point"].get(name) for name in POINT}
+        | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
         | {
             "control": bool(r.get("control")),
             "ttft_s": d.ttft_s(r),

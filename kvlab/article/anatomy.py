@@ -1,9 +1,11 @@
 """The article's explaining room: ceilings, predictions, one token taken apart, and the tiers of machines."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from kvlab.analyse import breakdown
+from kvlab.analyse.calibrate import Calibration
 from kvlab.analyse.predict import Prediction
 from kvlab.analyse.predictions import FIGURES
 from kvlab.analyse.summary import interval
@@ -227,6 +229,18 @@ def predicted(rows: list[dict], language: str, source: str) -> None:
     prose.table(table, headings, language, source=source)
     count = {when: sum(row["when"] == when for row in rows) for when in ("before", "after", "unmeasured")}
     prose.say("prediction.honesty", language, source=source, **count)
+
+
+def calibrated(fitted: Calibration | None, language: str, source: str) -> None:
+    """How far the calibrated predictor lies from lengths that it was not fitted to."""
+    if fitted is None:
+        prose.say("status.no_data", language)
+        return
+    lengths = sorted({point.case.context for point in fitted.held_out})
+    listed = ", ".join(f"{length:,}" for length in lengths)
+    misses = np.abs(fitted.residuals)
+    numbers = {"points": len(misses), "middle": float(np.median(misses)), "largest": float(misses.max())}
+    prose.say("prediction.calibrated", language, source=source, lengths=listed, **numbers)
 
 
 def engine(found: list[breakdown.Token], large, language: str, source: str) -> None:
