@@ -109,6 +109,15 @@ def test_the_outline_of_every_random_model_can_be_costed(architecture, tmp_path,
     assert cost.parameters(cost.architecture(models.outline(source).config)) == count
 
 
+def test_a_kept_outline_without_a_configuration_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    source = models.resolve("random:llama")
+    models.outline(source)
+    (kept,) = (tmp_path / "outlines").iterdir()
+    kept.write_text('{"model_type": "llama", "max_positions": 1}')
+    assert models.outline(source).max_positions == 256 and models.outline(source).config["hidden_size"] == 64
+
+
 def test_a_decode_step_reads_no_untied_embedding_and_no_idle_expert():
     llama, tied = (shape_of(configuration("llama", {**SMALL, "tie_word_embeddings": tie})) for tie in (False, True))
     assert cost.step_weight_bytes(llama, "float32") == cost.step_weight_bytes(tied, "float32")

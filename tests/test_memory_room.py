@@ -67,5 +67,5 @@ def test_the_table_counts_and_names_what_does_not_fit(monkeypatch):
     monkeypatch.setattr(prose, "emit", lambda data, language, **tags: shown.append(data["text/plain"]
                         if "text/plain" in data else data["text/html"]))  # fmt: skip
     memory_room.table(ROOM, 4096, "en")
-    assert "Qwen2.5-1.5B-Instruct holds 157 requests" in "".join(shown)
+    assert "Qwen2.5-7B-Instruct holds 27 requests" in "".join(shown)
     assert "Qwen2.5-14B-Instruct does not fit" in "".join(shown)

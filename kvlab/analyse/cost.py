@@ -41,14 +41,16 @@ def kv_values(a: Architecture, tokens: int, layout: str = "transformers") -> int
 
     "transformers": a dynamic cache of release 5 after a forward pass; a window of W keeps W - 1 tokens, latent
     attention keeps the latent and expands it again at each step. "engine": a window keeps W, the latent stays as it is.
-    "expanded": latent attention keeps keys and values of every head, as releases of Transformers before 5 did.
+    "expanded": what releases of Transformers before 5 kept; every token of a window, latents as every head's keys
+    and values.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     engine = layout == "engine"
     per_token = (a.kv_heads if engine else a.stored_heads) * (a.key_dim + a.value_dim)
     per_token = a.latent_dim if a.latent_dim and layout != "expanded" else per_token
-    kept = [tokens if b.window is None else min(tokens, b.window - (not engine)) for b in a.blocks]
+    whole = layout == "expanded"
+    kept = [tokens if b.window is None or whole else min(tokens, b.window - (not engine)) for b in a.blocks]
     return per_token * sum(kept)
 
 

@@ -76,7 +76,7 @@ def table(room, tokens, language):
     headings = {name.split(":")[0]: f"memory.{name}" for name in names}
     prose.table(shown, headings, language, source="computed")
     possible = [row for row in rows if row["requests"] == row["requests"]]  # not missing
-    best = max(possible, key=lambda row: row["requests"] - row["requests_multi_head"], default=None)
+    best = max(possible, key=lambda row: row["requests"] / max(1, row["requests_multi_head"]), default=None)
     if best:
         told = ("model", "shared", "requests", "requests_multi_head", "requests_8_bit")
         numbers = {name: best[name] for name in told} | {"context_length": tokens}
