@@ -200,6 +200,13 @@ tier_gaps.reading = tier_numbers
 # --- tables and sentences
 
 
+def unmeasured_slices(records: list[dict], language: str) -> None:
+    """Why there is no slice of the large model, where it was asked for and did not run."""
+    failed = [r for r in records if r["status"] != "ok"]
+    if failed and len(failed) == len(records):
+        prose.say("status.missing_section", language, reason=failed[-1]["reason"] or failed[-1]["status"])
+
+
 def ceilings(frame: pd.DataFrame, language: str, source: str) -> None:
     """Every ceiling of this machine with its interval, in units for people."""
     rows = []

@@ -92,7 +92,7 @@ def provenance(profile: str, language: str) -> dict[str, str]:
     known = records.environments(folder)
     if not known:
         return {}
-    names = [f"{experiment}.jsonl" for experiment in ("s1", "s1b")]
+    names = [f"{experiment}.jsonl" for experiment in ("machine", "s1", "s1b", "anatomy")]
     stored = {name: records.load(folder / name) for name in names}
     counts = {name: sum(r["environment"] == known[-1]["environment"] for r in stored[name]) for name in names}
     facts = {
