@@ -21,7 +21,7 @@ CHOICES = {
 }
 HIGHEST = 1_000_000
 REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "price_per_hour"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -151,7 +151,7 @@ def has_type(value: object, annotation: str) -> bool:
 
 def check_value(name: str, value: object, where: str) -> None:
     items = value if isinstance(value, list) else [value]
-    if value == [] and name != "concurrencies":
+    if value == [] and name not in ("concurrencies", "slice_layers"):
         raise ParameterError(f"{where}: {name} is empty; give at least one value")
     if len(set(items)) != len(items):
         raise ParameterError(f"{where}: {name} names a value twice: {value}")
@@ -177,6 +177,7 @@ def check_together(values: dict, where: str) -> None:
         "long_context_output_tokens",
         "step_curve_output_tokens",
         "serving_output_tokens",
+        "slice_output_tokens",
     ):
         if values.get(name, 2) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")

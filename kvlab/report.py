@@ -20,7 +20,10 @@ from kvlab.article import comparison, gate, prose, render, sections
 from kvlab.article.comparison import NotComparable
 from kvlab.measure import telemetry
 
-EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
+EXECUTION_ORDER = (
+    "01_machine", "02_vllm_serving", "03_kv_cache_on_off", "04_tpot_anatomy", "05_kv_cache_memory", "06_cpu_vs_gpu",
+    "00_article",
+)  # fmt: skip
 PAGE_ORDER = tuple(sorted(EXECUTION_ORDER))
 
 

@@ -14,6 +14,8 @@ from kvlab import paths
 from kvlab.params import all_declared, longest_served_output, output_tokens_at
 from kvlab.records import DONE, Store, environments, key, remember_environment
 
+SLICED_MODEL = "qwen2.5-7b"  # whose first layers stand for a large model where a large one does not fit
+
 
 def model_point(p: SimpleNamespace) -> dict:
     """What every point of both experiments states: model, precision and device."""
@@ -75,6 +77,12 @@ def parameters(profile: str) -> dict:
     except (OSError, ValueError):  # none yet, or damaged: the next run writes it anew
         values = {}
     return values if isinstance(values, dict) else {}
+
+
+def all_runs() -> list[tuple[Run, SimpleNamespace]]:
+    """The last run of every profile that has results, whoever measured them."""
+    folders = sorted(path.parent for path in paths.results("").glob("*/environments.jsonl"))
+    return [last_run(folder.name) for folder in folders if parameters(folder.name)]
 
 
 def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -150,18 +158,65 @@ def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> 
     )
 
 
+def machine_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of the ceilings: reading also with the server's threads, for its floor."""
+    size_bytes, square = p.bandwidth_buffer_mib * 2**20, 8192 if p.device == "cuda" else 2048
+    reads = {"quantity": "read", "size_bytes": size_bytes}
+    wanted = [
+        reads,
+        {"quantity": "copy", "size_bytes": size_bytes // 2},
+        {"quantity": "gemm", "shape": [square] * 3},
+        {"quantity": "gemm", "shape": [128, 4096, 4096]},  # a short prompt through one matrix of a 7B model
+        {"quantity": "launch"},
+        {"quantity": "layer"},
+    ]
+    points = [ceiling_point(p, **quantity) for quantity in wanted]
+    if p.device == "cpu" and p.server_threads != p.threads:
+        points.append(ceiling_point(p, **reads) | {"threads": p.server_threads})
+    return [(point, p.ceiling_repetitions) for point in points]
+
+
+def ceiling_point(p: SimpleNamespace, **quantity) -> dict:
+    return {"dtype": p.dtype, "device": p.device, "threads": p.threads} | quantity
+
+
+def anatomy_length(p: SimpleNamespace) -> int:
+    """The context length whose token is taken apart: of those of both stacks the one nearest to S1's sweep."""
+    return min(p.context_lengths, key=lambda length: abs(length - p.serving_context_length))
+
+
+def anatomy_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of what takes one token apart beside S1b's own records.
+
+    A static cache, the same layers with matrices of next to nothing under either cache, and the choice of a token.
+    """
+    length = anatomy_length(p)
+    token = on_off_point(p, p.attention_kernels[-1], length, output_tokens_at(vars(p), length))
+    variants = [{"cache": "static"}, {"model": f"thin:{p.model}"}, {"model": f"thin:{p.model}", "cache": "static"}]
+    points = [token | variant for variant in variants]
+    points.append(ceiling_point(p, quantity="sampling", model=p.model))
+    return [(point, p.anatomy_repetitions) for point in points]
+
+
+def slice_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of the first layers of a large architecture: `layers` of the deepest slice."""
+    token = on_off_point(p, p.attention_kernels[-1], p.slice_context_length, p.slice_output_tokens)
+    named = token | {"model": f"slice:{SLICED_MODEL}/{max(p.slice_layers, default=0)}", "model_revision": None}
+    return [(named | {"layers": layers}, p.slice_repetitions) for layers in p.slice_layers]
+
+
 def max_model_len(p: SimpleNamespace) -> int:
     """Positions that the longest S1 request needs, prompt and output together."""
     return max([*p.context_lengths, p.serving_context_length]) + longest_served_output(vars(p))
 
 
-def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
+def missing(found: list[dict], kind: str | None, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
     """(point, repetition) of all that these records of one environment lack, repetition by repetition.
 
-    `kind` is the record that completes a point; a pair of arms needs both of its records. With `remeasure`, new
-    repetitions are numbered behind the recorded ones.
+    `kind` is the record that completes a point (None: whichever it has); a pair of arms needs both of its records.
+    With `remeasure`, new repetitions are numbered behind the recorded ones.
     """
-    done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not is_control(r)]
+    done = [r for r in found if kind in (None, r["kind"]) and r["status"] in DONE and not is_control(r)]
     arms: dict[str, set] = {}
     for r in done:
         arms.setdefault(r.get("pair"), set()).add(r.get("use_cache"))
@@ -198,15 +253,43 @@ def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
                 keep(store, worker.measure_pair(control, repetition, negative_control=True))
 
 
-def keep(store: Store, records: list[dict]) -> None:
+def machine(run: Run, p: SimpleNamespace, open_worker) -> None:
+    """Measure what is missing of the ceilings, all repetitions in one process; `open_worker(None)` holds no model."""
+    single(run, p, "machine", machine_points(p), open_worker)
+
+
+def anatomy(run: Run, p: SimpleNamespace, open_worker) -> None:
+    """Measure what is missing of a token's anatomy; `open_worker(model)` is a context manager, a process per model."""
+    single(run, p, "anatomy", anatomy_points(p) + slice_points(p), open_worker)
+
+
+def single(run: Run, p: SimpleNamespace, experiment: str, points: list[tuple[dict, int]], open_worker) -> None:
+    """Measure the missing points one by one, those of one model in one process, the repetitions interleaved."""
+    store = run.store(experiment)
+    pending = missing(store.load(), None, points, p.remeasure) if points else []
+    progress = Progress(experiment, len(pending))
+    for model in dict.fromkeys(point.get("model") for point, _ in pending):
+        with open_worker(model) as worker:
+            for point, repetition in [each for each in pending if each[0].get("model") == model]:
+                ask = worker.measure_ceiling if "quantity" in point else worker.measure_generation
+                keep(store, ask(point, repetition), experiment)
+                progress.done(f"{point.get('quantity') or point['model']}, repetition {repetition}")
+
+
+def keep(store: Store, records: list[dict], experiment: str = "s1b") -> None:
     for record in records:
-        store.append(record | {"experiment": "s1b"})
+        store.append(record | {"experiment": experiment})
 
 
 def unmeasured(profile: str) -> dict[str, str]:
     """Experiment -> why some of its points still have no valid record after a run; empty when all is there."""
     run, p = last_run(profile)
-    wanted = {"s1": ("point", serving_points(p)), "s1b": ("generation", on_off_points(p))}
+    wanted = {
+        "s1": ("point", serving_points(p)),
+        "s1b": ("generation", on_off_points(p)),
+        "machine": (None, machine_points(p)),
+        "anatomy": (None, anatomy_points(p) + slice_points(p)),
+    }
     found = {}
     for experiment, (kind, points) in wanted.items():
         stored = run.store(experiment).load()

@@ -10,23 +10,33 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 from filelock import FileLock
 from transformers.utils import logging
 
 from kvlab import paths
-from kvlab.models import RANDOM_SEED, TINY, TINY_ARCHITECTURES, ModelSource
+from kvlab.models import RANDOM_SEED, THIN, TINY, TINY_ARCHITECTURES, ModelSource, resolve, slice_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
 MANIFEST = "kvlab-manifest.json"
+QUICK = ("slice", "thin")  # kinds of source whose random weights are filled in quickly
+MADE_UP = ("random", *QUICK)
+FILL_BLOCK = 2**20  # random numbers that a quickly filled model repeats
+MEMORY_MARGIN = 1.1  # of the weights: activations, a short cache and the libraries' own
 
 
 def config(source: ModelSource) -> transformers.PretrainedConfig:
     """Return the model's configuration without its weights; rotary settings are right in either spelling."""
     if source.kind == "random" and source.path in TINY_ARCHITECTURES:
         return _tiny_config(source.path)
+    if source.kind == "slice":
+        written = _with_both_rotary_spellings(slice_config(source.path))
+        return transformers.CONFIG_MAPPING[written.pop("model_type")](**written)
+    if source.kind == "thin":
+        return _thin(config(resolve(source.name.partition(":")[2])))
     folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
     if folder is None:
         with _quietly_offline():
@@ -45,6 +55,15 @@ def _tiny_config(architecture: str) -> transformers.PretrainedConfig:
     unlike = {"n_layer"} & TINY_ARCHITECTURES[architecture].keys()  # GPT2 has names of its own
     common = {"vocab_size": TINY["vocab_size"], "initializer_range": 0.2} if unlike else TINY
     return transformers.CONFIG_MAPPING[architecture](**{**common, **TINY_ARCHITECTURES[architecture]})
+
+
+def _thin(settings: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """Shrink a configuration to matrices of next to nothing: the same layers, operations and launches remain."""
+    for name, value in THIN.items():
+        if getattr(settings, name, None) is not None:
+            setattr(settings, name, value)
+    settings.pad_token_id = None  # it may lie beyond the small vocabulary
+    return settings
 
 
 def max_positions(settings: transformers.PretrainedConfig) -> int:
@@ -74,7 +93,9 @@ def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = 
     settings = config(source)
     _refuse_without_kv_cache(settings)
     wanted = {"attn_implementation": attention, **_dtype_keyword(dtype)}
-    if source.kind == "random":
+    if source.kind in QUICK:
+        model = _quickly_filled(settings, wanted, dtype, device)
+    elif source.kind == "random":
         model = _random_model(settings, wanted).to(device)
     else:
         placed = {} if device == "cpu" else {"device_map": {"": device}}
@@ -89,6 +110,54 @@ def _random_model(settings: transformers.PretrainedConfig, wanted: dict) -> torc
     with torch.random.fork_rng():
         torch.manual_seed(RANDOM_SEED)
         return transformers.AutoModelForCausalLM.from_config(settings, **wanted)
+
+
+def _quickly_filled(settings: transformers.PretrainedConfig, wanted: dict, dtype: str, device: str) -> torch.nn.Module:
+    """Make a model whose weights repeat one block of random numbers: seconds where drawing them takes minutes.
+
+    Raises MemoryError where the weights would not fit into the memory that is free.
+    """
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, **wanted)
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    free = _free_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    if needed * MEMORY_MARGIN > free:
+        wanted_gib, free_gib = needed * MEMORY_MARGIN / 2**30, free / 2**30
+        raise MemoryError(f"it needs {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free")
+    model.to_empty(device=device)
+    model.tie_weights()
+    block = torch.empty(FILL_BLOCK, dtype=getattr(torch, dtype), device=device)
+    block.uniform_(-0.02, 0.02, generator=torch.Generator(device).manual_seed(RANDOM_SEED))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            flat = weight.view(-1)
+            for part in flat.split(FILL_BLOCK):
+                part.copy_(block[: len(part)]) if weight.dim() > 1 else part.fill_(float("norm" in name))
+        for module in model.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):  # its buffers are computed, not learnt
+                for name, buffer in type(module)(config=settings).named_buffers():
+                    getattr(module, name).copy_(buffer)
+    return model
+
+
+@contextmanager
+def first_layers(model: torch.nn.Module, count: int | None):
+    """Let the model be its first `count` layers and its head for a while; None leaves it whole."""
+    whole, settings = getattr(model.base_model, "layers", None), model.config
+    try:
+        if count is not None:
+            model.base_model.layers, settings.num_hidden_layers = whole[:count], count
+        yield model
+    finally:
+        if count is not None:
+            model.base_model.layers, settings.num_hidden_layers = whole, len(whole)
+
+
+def _free_memory_bytes() -> int:
+    """Return what this process may still take: the system's free memory, at most a container's limit."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min([psutil.virtual_memory().available] + ([int(text)] if text.isdigit() else []))
 
 
 def switch_attention(model: torch.nn.Module, attention: str) -> bool:
@@ -143,7 +212,7 @@ def facts(source: ModelSource) -> dict:
 
 def file_hashes(source: ModelSource) -> dict[str, str]:
     """Return the sha256 of the source's configuration and weights by file name."""
-    if source.kind == "random":
+    if source.kind in MADE_UP:
         return {}
     folder = _local_folder(source)
     names = [source.gguf_file] if source.gguf_file else ["config.json", *_names(folder, "*.safetensors")]
@@ -157,7 +226,7 @@ def _names(folder: Path, pattern: str) -> list[str]:
 def _file_type(source: ModelSource) -> str:
     """Return how the weights are stored; for GGUF the quantisation of most of their bytes, such as Q4_1."""
     if not source.gguf_file:
-        return "random weights" if source.kind == "random" else "safetensors"
+        return "random weights" if source.kind in MADE_UP else "safetensors"
     from gguf import GGUFReader
 
     sizes: dict[str, int] = {}
@@ -197,6 +266,8 @@ def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path
     GGUF and random weights are written to $KVLAB_CACHE or ~/.cache/kvlab; a torn folder is noticed by
     its manifest and redone. With `convert=False`, None stands for a folder that is still to be written.
     """
+    if source.kind in QUICK:
+        raise ValueError(f"{source.name} is measured in Transformers only; no folder is written for a server")
     if source.kind != "random" and not source.gguf_file:
         return _local_folder(source)
     cache = paths.cache()

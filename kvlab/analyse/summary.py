@@ -86,8 +86,8 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
 
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
-    "environment", *POINT, "use_cache", "repetition", "process", "pair", "control", "status", "reason",
-    "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
+    "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
+    "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
 ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def generations(records: list[dict]) -> pd.DataFrame:
     """One row per arm of S1b."""
     rows = [
         {name: r.get(name) for name in GENERATION}
-        | {name: r["point"].get(name) for name in POINT}
+        | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
         | {
             "control": bool(r.get("control")),
             "ttft_s": d.ttft_s(r),
@@ -361,3 +361,18 @@ def tokens_conserved(point: dict, measured: list[dict]) -> bool | None:
     counted = (point.get("server_deltas") or {}).get("generation_tokens")
     tokens = [d.output_tokens(r) for r in measured]
     return None if counted is None or None in tokens else counted == sum(tokens)
+
+
+CEILING = ["quantity", "dtype", "threads", "shape", "repetition", "process", "value", "unit"]
+
+
+def ceilings(records: list[dict]) -> pd.DataFrame:
+    """One row per repetition of a ceiling: its best call, as bytes/s or FLOP/s, or as seconds per launch."""
+    rows = []
+    for r in [each for each in records if each["kind"] == "ceiling" and each["status"] == d.OK]:
+        best_s, launches = min(r["samples_s"]), r.get("launches")
+        work, unit = (r["bytes"], "B/s") if r.get("bytes") else (r.get("flops"), "FLOP/s")
+        value, unit = (best_s / launches, "s") if launches else (work / best_s, unit)
+        point = {name: r["point"].get(name) for name in CEILING[:4]} | {"shape": str(r["point"].get("shape") or "")}
+        rows.append(point | {name: r.get(name) for name in ("repetition", "process")} | {"value": value, "unit": unit})
+    return pd.DataFrame(rows, columns=CEILING)

@@ -11,7 +11,10 @@ from kvlab.analyse.findings import Answer, refusals, unstable
 from kvlab.analyse.summary import Estimate, interval
 from kvlab.article import prose
 
-ANSWER_FIGURES = {"q1": "tpot_by_context", "q2": "speedups_by_context"}
+ANSWER_FIGURES = {
+    "q1": "tpot_by_context", "q2": "speedups_by_context", "q3": "waterfall", "q4": "tier_gaps",
+    "q5": "kv_bytes_by_context",
+}  # fmt: skip
 
 
 def answers(found: list[Answer], environment: dict, language: str, source: str) -> None:

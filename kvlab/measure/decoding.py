@@ -180,6 +180,14 @@ def measure_negative_control(model: torch.nn.Module, point: dict, rng: numpy.ran
     return [{**record, "negative_control": True} for record in records]
 
 
+def measure_generation(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> dict:
+    """Run the point with the cache alone and return its raw record: a time, not half of a pair."""
+    inputs = _inputs(model, point, rng)
+    warmup_forwards = _warm_up(model, point, inputs)
+    raw, _ = _measure_arm(model, point, True, inputs)
+    return {"kind": "generation", "point": point, "use_cache": True, "warmup_forwards": warmup_forwards, **raw}
+
+
 def _measure_arms(
     model: torch.nn.Module, point: dict, rng: numpy.random.Generator, really_cached: dict[bool, bool]
 ) -> list[dict]:
@@ -217,7 +225,7 @@ def _warm_up(model: torch.nn.Module, point: dict, inputs: dict) -> int:
     are one family: they run the same kernels for longer, at seconds a forward on a CPU. Returns the forwards' number.
     """
     length = min(point["context_length"], WARM_UP_TOKENS)
-    family = (length, *(point.get(name) for name in ("attention", "cache", "batch_size")))
+    family = (length, *(point.get(name) for name in ("attention", "cache", "batch_size", "layers")))
     if family not in _warm.setdefault(model, set()):
         _warm[model].add(family)
         prompt_ids = [row[:length] for row in inputs["prompt_ids"]]

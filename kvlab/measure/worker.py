@@ -13,8 +13,10 @@ import uuid
 import zlib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import kvlab
+from kvlab import models
 from kvlab.models import ModelSource
 
 STOP_WAIT_S = 5.0
@@ -28,9 +30,10 @@ class Worker:
     """
 
     def __init__(
-        self, model_source: ModelSource, dtype: str, device: str, threads: int, seed: int = 0
+        self, model_source: ModelSource | None, dtype: str, device: str, threads: int, seed: int = 0
     ) -> None:
-        self._setup = {"source": asdict(model_source), "dtype": dtype, "device": device, "threads": threads}
+        source = model_source and asdict(model_source)
+        self._setup = {"source": source, "dtype": dtype, "device": device, "threads": threads}
         self._seed = seed
         self._child: subprocess.Popen | None = None
         self._arms_run = 0
@@ -65,6 +68,21 @@ class Worker:
             record |= {"repetition": repetition, "control": control, "order": self._arms_run}
             self._arms_run += 1
         return records
+
+    def measure_generation(self, point: dict, repetition: int) -> list[dict]:
+        """Return the record of one generation with cache; a point's `layers` asks for the first layers only."""
+        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+        return self._single({"ask": "measure_generation", "point": point, "entropy": entropy}, repetition)
+
+    def measure_ceiling(self, point: dict, repetition: int) -> list[dict]:
+        """Return the record of one ceiling of the machine (see `measure.machine`); it needs no model."""
+        return self._single({"ask": "measure_ceiling", "point": point}, repetition)
+
+    def _single(self, request: dict, repetition: int) -> list[dict]:
+        answer = self._ask(dict(request))
+        kind = request["ask"].removeprefix("measure_")
+        lost = {"kind": kind, "point": request["point"], "status": answer.get("status"), "reason": answer.get("error")}
+        return [(answer.get("record") or lost) | {"repetition": repetition}]
 
     def stop(self) -> None:
         """End the child if there is one."""
@@ -118,6 +136,12 @@ class Worker:
         return f"worker ended with exit code {code}: {said[-1] if said else 'it said nothing'}"
 
 
+def open_worker(p: SimpleNamespace, model: str | None) -> Worker:
+    """Return a worker with the run's precision, device and threads for this model, or for none."""
+    source = models.resolve(model, p.model_revision) if model else None
+    return Worker(source, p.dtype, p.device, p.threads, p.seed)
+
+
 def _failed_pair(point: dict, answer: dict, negative_control: bool) -> list[dict]:
     shared = {"kind": "generation", "point": point, "pair": uuid.uuid4().hex,
               "negative_control": negative_control, "status": answer["status"],
@@ -128,11 +152,11 @@ def _failed_pair(point: dict, answer: dict, negative_control: bool) -> list[dict
 class _ChildSession:
     """The child's side: one model at a time, its attention kernel changed in place where that works."""
 
-    def __init__(self, source: dict, dtype: str, device: str, threads: int) -> None:
+    def __init__(self, source: dict | None, dtype: str, device: str, threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-        self._source, self._dtype, self._device = ModelSource(**source), dtype, device
+        self._source, self._dtype, self._device = source and ModelSource(**source), dtype, device
         self._model, self._attention = None, None
         self._process = uuid.uuid4().hex  # tells a record's process apart from others
 
@@ -173,6 +197,22 @@ class _ChildSession:
         model = self._loaded(point["attention"])
         records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
         return {"records": [record | {"process": self._process} for record in records]}
+
+    def _measure_generation(self, point: dict, entropy: list[int]) -> dict:
+        import numpy
+
+        from kvlab import weights
+        from kvlab.measure import decoding
+
+        with weights.first_layers(self._loaded(point["attention"]), point.get("layers")) as model:
+            record = decoding.measure_generation(model, point, numpy.random.default_rng(entropy))
+        return {"record": record | {"process": self._process}}
+
+    def _measure_ceiling(self, point: dict) -> dict:
+        from kvlab.measure import machine
+
+        vocabulary = models.outline(self._source).vocab_size if self._source else None
+        return {"record": machine.measure(point, vocabulary) | {"process": self._process}}
 
     def _loaded(self, attention: str) -> object:
         from kvlab import weights
