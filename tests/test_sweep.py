@@ -18,7 +18,7 @@ def run(tmp_path, monkeypatch):
 def smoke(**changes):
     defaults = {name: default for name, (_, default) in params.all_declared().items()}
     few = {"context_lengths": [16, 32], "repetitions": 2, "step_curve_repetitions": 0, "memory_repetitions": 0}
-    few |= {"output_lengths": [12], "output_lengths_context": 16, "output_repetitions": 1}  # what the lengths measure anyway
+    few |= {"output_lengths": [12], "output_lengths_context": 16, "output_repetitions": 1}  # as the lengths do
     return sweep.SimpleNamespace(**defaults | {"profile": "smoke"} | few | changes)
 
 

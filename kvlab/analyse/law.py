@@ -10,7 +10,7 @@ from kvlab.analyse import cost
 
 GROUP = ["attention", "use_cache"]
 TERMS = ("constant", "linear", "quadratic")
-FEWEST_LENGTHS = 3  # as many as there are terms
+FEWEST_LENGTHS = 3  # as many as there are terms; a law through just as many points meets them exactly
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def residuals(times: pd.DataFrame) -> pd.DataFrame:
     for name, law in halves:
         rows = times[(times[GROUP] == pd.Series(name)).all(axis=1)].sort_values("tokens")
         fitted_s = law(rows["tokens"])
-        found.append(rows.assign(fitted_s=fitted_s, residual=fitted_s / rows["step_s"] - 1, left_out=left_out(rows)))
+        found.append(rows.assign(fitted_s=fitted_s, residual=np.round(fitted_s / rows["step_s"] - 1, 6), left_out=left_out(rows)))
     columns = [*GROUP, "context_length", "tokens", "step_s", "fitted_s", "residual", "left_out"]
     return pd.concat(found)[columns] if found else pd.DataFrame(columns=columns)
 
@@ -91,3 +91,9 @@ def arithmetic(a: cost.Architecture, use_cache: bool, dtype: str, attention: str
         linear = tokens * (cost.forward_flops(a, 2, 0) - cost.forward_flops(a, 1, 0))
         parts = [0, linear, cost.forward_flops(a, tokens, tokens) - cost.forward_flops(a, tokens, 0)]
     return [part / sum(parts) for part in parts]
+
+
+def recomputed(steps: pd.DataFrame) -> pd.DataFrame:
+    """The first decode step without cache over the prefill of the same generation, whose prompt is one token shorter."""
+    first = steps[(steps["step"] == 1) & ~steps["use_cache"].astype(bool)]
+    return first.assign(step_over_prefill=first["step_s"] / first["ttft_s"])

@@ -8,9 +8,12 @@ PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 
 
 def of(chart, *frames):
-    """{placeholder: number} for charts.<chart>'s sentences; None where the frames hold no usable row."""
+    """{placeholder: number} for charts.<chart>'s sentences; None where the frames hold no usable row.
+
+    `chart` is a name of this module's, or the function that a chart of another module carries as `reading`.
+    """
     try:
-        return globals()[chart](*frames)
+        return (chart if callable(chart) else globals()[chart])(*frames)
     except (IndexError, KeyError):  # a group that the sentence needs was not measured
         return None
 
