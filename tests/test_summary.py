@@ -70,7 +70,7 @@ def test_a_proven_pair_has_its_ratios():
     assert frame["ttft_ratio"].item() == pytest.approx(1.0)
 
 
-REFUSED = {
+REFUSED = {  # BR-29 among them: arms of different token counts are never compared
     "cache_not_used": (
         generation(True, input_lengths=[8, 9, 10], cache_lengths=[None] * 3),
         generation(False),
@@ -114,6 +114,14 @@ def test_br25_sixteen_bit_arms_may_differ_only_in_a_near_tie_within_rounding():
     assert summary.refusal(*pair(margin=0.01, difference=0.02)) is None
     assert summary.refusal(*pair(margin=0.10, difference=0.02)) == "tokens_differ"
     assert summary.refusal(*pair(margin=0.10, difference=5.0)) == "tokens_differ"
+
+
+def test_br25_arms_that_differ_in_a_near_tie_pass_and_are_not_called_equal():
+    fed = {"fed_sequence": True, "logit_differences": [0.02] * 3, "top2_margins": [9.0, 0.01, 0.005]}
+    found = [generation(True, token_ids=[5, 1, 2], **fed), generation(False, **fed)]
+    row = summary.pairs(found).iloc[0]
+    assert row["refusal"] is None and (row["first_difference"], row["margin"]) == (2, 0.01)
+    assert summary.pairs([generation(True), generation(False)])["first_difference"].isna().all()
 
 
 def sweep_of(repetitions, speedup):

@@ -1,4 +1,4 @@
-"""What memory a point of S1b needs, predicted and measured: weights, KV cache, activations and the allocator's reserve."""
+"""What memory a point of S1b needs, predicted and measured: weights, KV cache, activations, allocator's reserve."""
 
 from dataclasses import dataclass
 

@@ -73,7 +73,8 @@ def residuals(times: pd.DataFrame) -> pd.DataFrame:
     for name, law in halves:
         rows = times[(times[GROUP] == pd.Series(name)).all(axis=1)].sort_values("tokens")
         fitted_s = law(rows["tokens"])
-        found.append(rows.assign(fitted_s=fitted_s, residual=np.round(fitted_s / rows["step_s"] - 1, 6), left_out=left_out(rows)))
+        errors = np.round(fitted_s / rows["step_s"] - 1, 6)
+        found.append(rows.assign(fitted_s=fitted_s, residual=errors, left_out=left_out(rows)))
     columns = [*GROUP, "context_length", "tokens", "step_s", "fitted_s", "residual", "left_out"]
     return pd.concat(found)[columns] if found else pd.DataFrame(columns=columns)
 
@@ -94,6 +95,6 @@ def arithmetic(a: cost.Architecture, use_cache: bool, dtype: str, attention: str
 
 
 def recomputed(steps: pd.DataFrame) -> pd.DataFrame:
-    """The first decode step without cache over the prefill of the same generation, whose prompt is one token shorter."""
+    """First decode steps without cache, over the prefill of the same generation (of one token less)."""
     first = steps[(steps["step"] == 1) & ~steps["use_cache"].astype(bool)]
     return first.assign(step_over_prefill=first["step_s"] / first["ttft_s"])

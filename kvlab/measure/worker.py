@@ -22,6 +22,7 @@ from kvlab.models import ModelSource
 STOP_WAIT_S = 5.0
 GIVES_MEMORY_BACK = {  # environment of a process whose allocator returns freed memory to the system at once
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",  # its times count for nothing, so others may have the cores
 }  # fmt: skip
 
 
