@@ -14,6 +14,7 @@ from kvlab.measure import decoding, memory, timing
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma", "gpt2", "qwen3", "deepseek_v3"]
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 64
+KNOWS_WINDOWS = int(transformers.__version__.split(".")[0]) >= 5  # a static cache of 4.49 has room for all tokens
 torch.set_num_threads(1)
 gc.freeze()  # collecting between the arms need not walk through all of torch
 
@@ -75,11 +76,13 @@ def test_br25_both_arms_give_the_same_tokens_and_show_their_switch(architecture,
 def test_a_static_cache_gives_the_same_tokens_and_has_room_for_all_of_them_or_for_the_window(architecture):
     model = load(architecture)
     cached, uncached = measured(model, cache="static")
-    assert cached["status"] == "ok", cached["reason"]
+    if cached["status"] == "refused":  # GPT-2 before Transformers 5
+        assert "takes no static cache in this release" in cached["reason"] and uncached["status"] == "ok"
+        return
     assert cached["token_ids"] == uncached["token_ids"]
     assert cached["cache_lengths"] == [PROMPT_TOKENS + step for step in range(OUTPUT_TOKENS)]
     room = PROMPT_TOKENS + OUTPUT_TOKENS
-    if architecture == "mistral" and hasattr(transformers.StaticCache, "layers"):
+    if architecture == "mistral" and KNOWS_WINDOWS:
         room = model.config.sliding_window
     assert cached["kv_cache_bytes"] == expected_cache_bytes(model.config, room)
 
