@@ -23,7 +23,8 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "analyse": {"analyse", "records"},
     "article": {"article", "analyse", "records", "paths"},
     "report": {"article", "measure", "models", "params", "paths", "sweep"},
-    "__main__": {"params", "report"},
+    "whatif": {"analyse", "article", "models", "paths", "records"},
+    "__main__": {"params", "report", "whatif"},
     "__init__": set(),
 }
 FORBIDDEN = {  # room -> packages it never imports, directly or not

@@ -18,13 +18,15 @@ class Block:
     linears: tuple[tuple[int, int], ...]
     vectors: int  # parameters of biases and norms
     operations: int  # kernels that eager execution launches, without those of the attention kernel
+    elementwise: int  # numbers per token that those of them read and write which multiply no matrices
     window: int | None = None  # tokens that this layer attends to; None for all
     expert: tuple[tuple[int, int], ...] = ()
     experts: int = 0
     active: int = 0
+    expansion: tuple[tuple[int, int], ...] = ()  # of latents, applied to every cached token again at each step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # told apart by identity: a cheap key of what was counted for it
 class Architecture:
     """A causal language model's shape. `latent_dim` is what latent attention needs to keep per token and layer."""
 
@@ -105,9 +107,10 @@ NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
     "positions": ("max_position_embeddings", "n_positions"),
-    "inner": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "inner": ("ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size"),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
 }
+MULTI_HEAD = ("gpt2", "gpt_neox", "opt")  # whatever their configuration says of KV heads
 LEARNED_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # rows beyond the positions
 KERNELS = {"rms": 8, "layer": 1, "scale": 1}  # of one norm
 
@@ -120,7 +123,8 @@ def architecture(config: Mapping) -> Architecture:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         near = (difflib.get_close_matches(str(kind), FAMILIES, 1, 0.5) or ["llama"])[0]
-        raise ValueError(f"no cost model for model type {kind!r} (it may have no KV cache); the nearest known is {near!r}")
+        reason = "it may have no KV cache, or layers unknown to us"
+        raise ValueError(f"no cost model for model type {kind!r} ({reason}); the nearest known is {near!r}")
     family, hidden, heads = FAMILIES[kind], _entry(config, "hidden"), _entry(config, "heads")
     shape, tied = _attention(config, hidden, heads), config.get("tie_word_embeddings", FAMILIES[kind].tied)
     blocks = tuple(_block(config, family, shape, index) for index in range(_entry(config, "layers")))
@@ -164,7 +168,7 @@ def _attention(config: Mapping, hidden: int, heads: int) -> dict:
         latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
         return {"kv_heads": heads, "stored_heads": heads, "key_dim": key, "value_dim": value, "latent_dim": latent}
     size, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-    stored = None
+    stored, kv_heads = None, heads if config["model_type"] in MULTI_HEAD else kv_heads
     if config["model_type"] == "falcon":
         grouped = config.get("new_decoder_architecture", False)  # there its code repeats the heads, then stores them
         kv_heads = config["num_kv_heads"] if grouped else 1 if config.get("multi_query", True) else heads
@@ -177,7 +181,7 @@ def _attention(config: Mapping, hidden: int, heads: int) -> dict:
 
 def _block(config: Mapping, family: Family, shape: dict, index: int) -> Block:
     hidden, heads = _entry(config, "hidden"), _entry(config, "heads")
-    attention, biases = _projections(config, family, shape, hidden, heads)
+    attention, expansion, biases = _projections(config, family, shape, hidden, heads)
     mixture = _mixture(config, hidden, index)
     mlp, mlp_biases = mixture.pop("shared", None), 0
     if mlp is None:
@@ -187,12 +191,13 @@ def _block(config: Mapping, family: Family, shape: dict, index: int) -> Block:
     norms = _norm_count(config, family)
     vectors = norms * _norm(family, hidden) + biases + mlp_biases + _inner_norms(config, family, shape, heads)
     linears = (*attention, *mlp)
-    return Block(linears, vectors, _operations(config, family, norms, len(linears)), _window(config, family, index),
-                 **mixture)  # fmt: skip
+    kernels, passes = _elementwise(config, family, norms, shape, linears)
+    return Block(linears, vectors, len(linears) + len(expansion) + kernels, passes, _window(config, family, index),
+                 expansion=expansion, **mixture)  # fmt: skip
 
 
-def _projections(config: Mapping, family: Family, shape: dict, hidden: int, heads: int) -> tuple[list, int]:
-    """Matrices of attention, and how many parameters their biases have."""
+def _projections(config: Mapping, family: Family, shape: dict, hidden: int, heads: int) -> tuple:
+    """Matrices of attention, those that expand latents, and how many parameters all their biases have."""
     out = (heads * shape["value_dim"], hidden)
     if shape["latent_dim"]:
         rank, latent = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -201,12 +206,12 @@ def _projections(config: Mapping, family: Family, shape: dict, hidden: int, head
         down = (hidden, shape["latent_dim"])
         up = (latent, heads * (config["qk_nope_head_dim"] + shape["value_dim"]))
         biased = _decides(family.qkv_bias, config)
-        return [*query, down, up, out], ((rank or 0) + down[1] + hidden) * biased
+        return [*query, down, out], (up,), ((rank or 0) + down[1] + hidden) * biased
     kv = shape["kv_heads"] * shape["key_dim"]
     parts = [heads * shape["key_dim"], kv, kv]
     inputs = [(hidden, sum(parts))] if family.fused_qkv else [(hidden, part) for part in parts]
     biases = sum(parts) * _decides(family.qkv_bias, config) + hidden * _decides(family.out_bias, config)
-    return [*inputs, out], biases
+    return [*inputs, out], (), biases
 
 
 def _mlp(hidden: int, inner: int, family: Family) -> list[tuple[int, int]]:
@@ -248,13 +253,16 @@ def _inner_norms(config: Mapping, family: Family, shape: dict, heads: int) -> in
     return sizes.get(family.qk_norm, 0) * shape["key_dim"]
 
 
-def _operations(config: Mapping, family: Family, norms: int, linears: int) -> int:
-    """Kernels of one layer's forward pass in eager execution, without those of the attention kernel."""
-    inner = 2 * bool(family.qk_norm or config.get("kv_lora_rank"))
+def _elementwise(config: Mapping, family: Family, norms: int, shape: dict, linears: tuple) -> tuple[int, int]:
+    """Kernels of eager execution between the matrix products, and the numbers per token that they read and write."""
+    hidden, heads = _entry(config, "hidden"), _entry(config, "heads")
+    norm, inner_norms = KERNELS[family.norm], 2 * bool(family.qk_norm or config.get("kv_lora_rank"))
     partial = config["model_type"] in ("phi", "gpt_neox", "stablelm")  # they split and join around the rotation
-    rotation, cache_update, residuals = (12 if partial else 10) * family.rotary, 2, 2
-    return (linears + (norms + inner) * KERNELS[family.norm] + rotation + cache_update + residuals
-            + family.activation + family.gated)  # fmt: skip
+    rotation = (12 if partial else 10) * family.rotary
+    kernels = (norms + inner_norms) * norm + rotation + 2 + 2 + family.activation + family.gated  # cache, residuals
+    rotated, inner = (heads + shape["kv_heads"]) * shape["key_dim"], linears[-1][0]
+    passes = 2 * norms * norm * hidden + 6 * hidden + rotation * rotated
+    return kernels, passes + (2 * family.activation + 3 * family.gated) * inner
 
 
 def _window(config: Mapping, family: Family, index: int) -> int | None:

@@ -8,6 +8,8 @@ from kvlab.analyse.architecture import Architecture, Block, architecture, known_
 
 __all__ = ["Architecture", "architecture", "known_models"]
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+BLOCK_TOKENS = 16  # vLLM's default block
+LAYOUTS = ("transformers", "engine", "expanded")
 
 
 def _size(matrices: tuple) -> int:
@@ -16,7 +18,7 @@ def _size(matrices: tuple) -> int:
 
 def parameters(a: Architecture) -> int:
     """All weights, tied ones once, every expert counted."""
-    blocks = sum(_size(b.linears) + b.vectors + b.experts * _size(b.expert) for b in a.blocks)
+    blocks = sum(_size(b.linears) + _size(b.expansion) + b.vectors + b.experts * _size(b.expert) for b in a.blocks)
     return a.embedding + a.positions + blocks + a.final_vectors + a.head
 
 
@@ -37,14 +39,15 @@ def step_weight_bytes(a: Architecture, dtype: str, batch: int = 1) -> int:
 def kv_values(a: Architecture, tokens: int, layout: str = "transformers") -> int:
     """Numbers in the cache of one sequence.
 
-    "transformers": a dynamic cache after a forward pass; a window of W keeps W - 1 tokens, latent attention is kept
-    expanded to keys and values of every head. "engine": a window keeps W, latent attention keeps the latent.
+    "transformers": a dynamic cache of release 5 after a forward pass; a window of W keeps W - 1 tokens, latent
+    attention keeps the latent and expands it again at each step. "engine": a window keeps W, the latent stays as it is.
+    "expanded": latent attention keeps keys and values of every head, as releases of Transformers before 5 did.
     """
-    if layout not in ("transformers", "engine"):
-        raise ValueError(f"unknown layout {layout!r}; choose transformers or engine")
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     engine = layout == "engine"
     per_token = (a.kv_heads if engine else a.stored_heads) * (a.key_dim + a.value_dim)
-    per_token = a.latent_dim if engine and a.latent_dim else per_token
+    per_token = a.latent_dim if a.latent_dim and layout != "expanded" else per_token
     kept = [tokens if b.window is None else min(tokens, b.window - (not engine)) for b in a.blocks]
     return per_token * sum(kept)
 
@@ -59,12 +62,29 @@ def kv_cache_bytes_per_token(a: Architecture, dtype: str, layout: str = "transfo
     return kv_cache_bytes(a, 1, dtype, layout=layout)
 
 
+def requests_that_fit(
+    a: Architecture, tokens: int, memory_bytes: float, reserve_bytes: float, dtype: str, kv_dtype: str | None = None
+) -> int:
+    """Requests of `tokens` tokens whose cache an engine can hold beside the weights; 0 where even these do not fit.
+
+    The cache is handed out in blocks of 16 tokens. `kv_dtype` is the cache's type where it differs from the weights'.
+    """
+    held = kv_cache_bytes(a, in_blocks(tokens), kv_dtype or dtype, layout="engine")
+    return max(0, int((memory_bytes - reserve_bytes - weight_bytes(a, dtype)) // held))
+
+
+def in_blocks(tokens: int) -> int:
+    """Tokens rounded up to whole blocks of an engine's cache."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
 def forward_flops(a: Architecture, tokens: int, keys: list[int] | int, batch: int = 1) -> int:
     """FLOPs of a forward pass over `tokens` new tokens per sequence that attend to `keys` keys (one or one a layer)."""
     keys = [keys] * a.layers if isinstance(keys, int) else keys
     linear = sum(_size(b.linears) + b.active * _size(b.expert) for b in a.blocks)
     attention = a.heads * (a.key_dim + a.value_dim) * sum(keys)
-    return 2 * batch * (tokens * (linear + attention) + _head(a))
+    expansion = sum(_size(b.expansion) * each for b, each in zip(a.blocks, keys))
+    return 2 * batch * (tokens * (linear + attention) + expansion + _head(a))
 
 
 def _head(a: Architecture) -> int:
@@ -93,14 +113,15 @@ def cache_copy_bytes(
     """Bytes read and written per decode step around a cache of `tokens` tokens, beyond reading it for attention.
 
     A dynamic cache joins the new token by copying all it holds. Eager attention copies keys and values once per query
-    head; SDPA does where its kernel takes no groups: keys and values of different size, or a window's mask.
+    head; SDPA does where a window's mask keeps it from taking groups. Latents are expanded: keys and values are
+    written, and the keys copied once more to join their rotary part.
     """
     held = kv_cache_bytes(a, tokens, dtype, batch)
     copied = 2 * held if cache == "dynamic" else 0
     repeats = a.heads // a.stored_heads
-    if repeats == 1:
-        return copied
     masked = any(b.window is not None and tokens >= b.window for b in a.blocks)
-    if attention == "eager" or (attention == "sdpa" and (a.key_dim != a.value_dim or masked)):
+    if a.latent_dim:
+        return copied + held * a.heads * (3 * a.key_dim + a.value_dim) // a.latent_dim
+    if repeats > 1 and (attention == "eager" or (attention == "sdpa" and masked)):
         copied += (1 + repeats) * held
     return copied
