@@ -244,8 +244,8 @@ def announce(points: list[dict], forecast) -> None:
     largest = max(points, key=forecast.peak_bytes)
     for point in [largest, *(point for point in points if not forecast.fits(point))]:
         needed, there = (value / 2**30 for value in (forecast.peak_bytes(point), forecast.available_bytes))
-        what = f"{point['attention']} {point['context_length']} tokens: about {needed:.1f} GiB of memory predicted"
-        what += f", {there:.1f} GiB there"
+        what = f"{point['attention']} {point['context_length']} tokens: about {needed:.3g} GiB of memory predicted"
+        what += f", {there:.3g} GiB there"
         say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; it will run out")
 
 

@@ -136,6 +136,16 @@ def test_br25_a_difference_is_told_with_its_place_and_margin(shown):
     assert "output token 3" in second and "0.0125" in second and "not equal" in second
 
 
+def test_br33_the_article_says_that_a_quantised_file_ran_dequantised(shown):
+    record = {"file_type": "GGUF Q4_0", "dequantised": True, "parameter_bytes": 2**29}
+    law_room.what_ran([record, {"status": "failed"}], "float32", "en", "source")
+    law_room.what_ran([record | {"file_type": "safetensors", "dequantised": False}], "float32", "en", "source")
+    law_room.what_ran([{"parameter_bytes": 1}], "float32", "en", "source")
+    quantised, plain = (data["text/plain"] for data in shown)
+    assert "GGUF Q4_0" in quantised and "float32" in quantised and "dequantised): 512\u00a0MiB" in quantised
+    assert "dequantised" not in plain
+
+
 def test_kinds_of_cache_are_compared_only_where_there_are_two(shown):
     frame = fake_frames.generations(kernels=("sdpa",)).assign(cache="dynamic")
     law_room.cache_kinds(frame, "en", "source")

@@ -65,6 +65,7 @@ def test_pairs_come_back_with_what_only_the_worker_knows(measuring):
     records = [record for pair in pairs for record in pair]
     assert (facts["threads"], facts["dtype"], facts["file_type"]) == (1, "float32", "random weights")
     assert facts["parameter_bytes"] == records[0]["parameter_bytes"]
+    assert {(record["file_type"], record["dequantised"]) for record in records} == {("random weights", False)}
     assert statuses(records) == ["ok"] * 6
     assert [record["order"] for record in records] == list(range(6))
     assert [record["control"] for record in records] == [True] * 2 + [False] * 4

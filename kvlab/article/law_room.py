@@ -26,6 +26,15 @@ def read_by(reading):
     return give
 
 
+def what_ran(records, dtype, language, source):
+    """In which form the weights ran; expanded ones are called dequantised. Nothing where the records do not tell."""
+    told = [r for r in records if r.get("file_type") and r.get("parameter_bytes")]
+    if told:
+        key = "law.dequantised" if told[-1]["dequantised"] else "law.as_stored"
+        facts = {"file_type": told[-1]["file_type"], "size": told[-1]["parameter_bytes"], "dtype": dtype}
+        prose.say(key, language, source=source, **facts)
+
+
 # --- the law
 
 

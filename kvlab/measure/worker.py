@@ -215,7 +215,8 @@ class _ChildSession:
 
         model = self._loaded(point["attention"])
         records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
-        return {"records": [record | {"process": self._process} for record in records]}
+        known = {"process": self._process} | self._stored
+        return {"records": [record | known for record in records]}
 
     def _loaded(self, attention: str) -> object:
         from kvlab import weights
@@ -223,6 +224,7 @@ class _ChildSession:
         if self._model is None or (attention != self._attention and not self._switched(attention)):
             self._model = None  # two copies of the weights may not fit
             self._model = weights.load(self._source, self._dtype, self._device, attention)
+            self._stored = weights.stored(self._source)
             gc.freeze()  # what is there now stays: collecting garbage in the middle of a step stays cheap
         self._attention = attention
         return self._model
