@@ -11,7 +11,7 @@ from test_charts import crosses, words
 from test_law import weighed
 
 from kvlab.analyse import footprint, law, summary
-from kvlab.article import drawing, law_room, prose, readings
+from kvlab.article import drawing, footprint_room, law_room, prose, readings
 
 
 def outputs():
@@ -53,9 +53,13 @@ NONE = {
 }
 
 
+def chart_named(name):
+    return getattr(footprint_room if name == "memory_by_part" else law_room, name)
+
+
 @functools.cache
 def drawn(name, language):
-    return getattr(law_room, name)(*FRAMES[name](), language)
+    return chart_named(name)(*FRAMES[name](), language)
 
 
 @pytest.mark.parametrize("name", FRAMES)
@@ -66,7 +70,7 @@ def test_every_label_is_translated(name):
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_chart_has_a_sentence_in_both_languages_and_says_when_nothing_was_measured(name):
-    draw = getattr(law_room, name)
+    draw = chart_named(name)
     numbers = readings.of(draw.reading, *FRAMES[name]())
     for language in prose.LANGUAGES:
         for part in ("alt", "reading"):
@@ -155,6 +159,6 @@ def test_kinds_of_cache_are_compared_only_where_there_are_two(shown):
 
 
 def test_memory_is_also_a_table_with_what_is_missing_left_open(shown):
-    law_room.memory_table(parts(), "en", "source")
+    footprint_room.memory_table(parts(), "en", "source")
     assert shown[0]["text/html"].count("<tr>") == 1 + 6 and "n/a" in shown[0]["text/html"]
-    assert drawing.COLOUR["cache"] == law_room.PART_COLOUR["kv_cache_bytes"]
+    assert drawing.COLOUR["cache"] == footprint_room.PART_COLOUR["kv_cache_bytes"]

@@ -53,6 +53,16 @@ def chart(draw):
     return styled
 
 
+def read_by(reading):
+    """Gives a chart the function that reads its frames."""
+
+    def give(draw):
+        draw.reading = reading
+        return draw
+
+    return give
+
+
 def images(figure):
     """{"svg": bytes, "png": bytes} that depend on nothing but the figure: no date, version or random id."""
     found = {}
