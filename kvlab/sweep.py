@@ -238,15 +238,15 @@ def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
 
 
 def announce(points: list[dict], forecast) -> None:
-    """Say what memory the points will need at most, and which of them will not fit."""
+    """Say which points will not fit into the memory there, or else what the largest of them will need."""
     if forecast is None or not points:
         return
-    largest = max(points, key=forecast.peak_bytes)
-    for point in [largest, *(point for point in points if not forecast.fits(point))]:
+    distinct = list({key({"point": point, "repetition": 0}): point for point in points}.values())
+    for point in [x for x in distinct if not forecast.fits(x)] or [max(distinct, key=forecast.peak_bytes)]:
         needed, there = (value / 2**30 for value in (forecast.peak_bytes(point), forecast.available_bytes))
         what = f"{point['attention']} {point['context_length']} tokens: about {needed:.3g} GiB of memory predicted"
         what += f", {there:.3g} GiB there"
-        say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; it will run out")
+        say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; expected to run out")
 
 
 def keep(store: Store, records: list[dict], forecast=None) -> None:

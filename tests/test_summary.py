@@ -70,7 +70,7 @@ def test_a_proven_pair_has_its_ratios():
     assert frame["ttft_ratio"].item() == pytest.approx(1.0)
 
 
-REFUSED = {  # BR-29 among them: arms of different token counts are never compared
+REFUSED = {
     "cache_not_used": (
         generation(True, input_lengths=[8, 9, 10], cache_lengths=[None] * 3),
         generation(False),
@@ -85,6 +85,7 @@ REFUSED = {  # BR-29 among them: arms of different token counts are never compar
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_pair_without_proof_has_no_speedup(why):
+    """BR-29 among them: arms of different token counts are not compared."""
     frame = summary.pairs(list(REFUSED[why]))
     assert frame["refusal"].item() == why
     assert frame[["ttft_ratio", "tpot_speedup", "total_speedup"]].isna().all(axis=None)
