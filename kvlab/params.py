@@ -18,10 +18,11 @@ CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "attention_kernels": ("eager", "sdpa"),
+    "caches": ("dynamic", "static"),
 }
 HIGHEST = 1_000_000
 REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "price_per_hour"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "price_per_hour"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -174,12 +175,14 @@ def check_together(values: dict, where: str) -> None:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (
         "output_tokens",
+        "output_lengths",
         "long_context_output_tokens",
         "step_curve_output_tokens",
         "serving_output_tokens",
         "slice_output_tokens",
     ):
-        if values.get(name, 2) < 2:
+        value = values.get(name, 2)
+        if min(value if isinstance(value, list) else [value]) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")
 
 
@@ -194,6 +197,7 @@ def longest_sequence(values: dict) -> tuple[str, int, int]:
         ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])
     ]
     candidates += [("serving_context_length", values["serving_context_length"], served)]
+    candidates += [("output_lengths_context", values["output_lengths_context"], max(values["output_lengths"]))]
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 SCHEMA = 1
 PROTOCOL = 1  # raised by hand when a number changes its meaning; part of the environment id
-DONE = ("ok", "out_of_memory")  # what a rerun does not measure again
 
 
 class EnvironmentMismatch(ValueError):
@@ -117,6 +116,11 @@ def remember_environment(folder: Path, environment: dict) -> None:
     same = known and all(known[-1].get(key) == environment[key] for key in ("environment", "boot"))
     if not same:
         append_line(folder / "environments.jsonl", {"schema": SCHEMA, **environment})
+
+
+def done(record: dict) -> bool:
+    """The record needs no rerun: it is valid, or memory ran out where that had been announced."""
+    return record["status"] == "ok" or record["status"] == "out_of_memory" and record.get("announced", True)
 
 
 def of_one_environment(records: list[dict]) -> list[dict]:

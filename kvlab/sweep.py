@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from kvlab import paths
 from kvlab.params import all_declared, longest_served_output, output_tokens_at
-from kvlab.records import DONE, Store, environments, key, remember_environment
+from kvlab.records import Store, done, environments, key, remember_environment
 
 SLICED_MODEL = "qwen2.5-7b"  # whose first layers stand for a large model where a large one does not fit
 
@@ -67,7 +67,7 @@ def last_run(profile: str) -> tuple[Run, SimpleNamespace]:
     known = environments(paths.results(profile))
     if not known:
         raise FileNotFoundError(f"results/{profile} holds no run yet; `make report PROFILE={profile}` makes one")
-    return Run(profile, known[-1]), SimpleNamespace(**parameters(profile))
+    return Run(profile, known[-1]), SimpleNamespace(**defaults() | parameters(profile))
 
 
 def parameters(profile: str) -> dict:
@@ -83,6 +83,10 @@ def all_runs() -> list[tuple[Run, SimpleNamespace]]:
     """The last run of every profile that has results, whoever measured them."""
     folders = sorted(path.parent for path in paths.results("").glob("*/environments.jsonl"))
     return [last_run(folder.name) for folder in folders if parameters(folder.name)]
+
+
+def defaults() -> dict:
+    return {name: default for name, (_, default) in all_declared().items()}
 
 
 def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -102,15 +106,41 @@ def curve_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(curve, p.step_curve_repetitions)] if p.step_curve_repetitions else []
 
 
+def output_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every output length, at one context length."""
+    asked = [(p.output_lengths_context, tokens) for tokens in p.output_lengths]
+    return [(on_off_point(p, p.attention_kernels[-1], *lengths), p.output_repetitions) for lengths in asked]
+
+
+def cache_kind_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every context length with every kind of cache; none where there is one kind."""
+    first = [(point, times) for point, times in length_points(p) if point["attention"] == p.attention_kernels[-1]]
+    return [(point | {"cache": kind}, times) for kind in p.caches for point, times in first if len(p.caches) > 1]
+
+
+def memory_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of what is weighed: the first forward over every second length, the longest included.
+
+    A step without cache is such a forward again, and with the cache a step needs less.
+    """
+    lengths = sorted(p.context_lengths)[::-2]
+    points = [on_off_point(p, kernel, length, 1) for kernel in p.attention_kernels for length in lengths]
+    return [(point, p.memory_repetitions) for point in points if p.memory_repetitions]
+
+
 def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
-    lengths = length_points(p)
-    return lengths + [curve for curve in curve_points(p) if curve[0] not in [point for point, _ in lengths]]
+    """S1b: every pair once, with the most repetitions that any chart asks for."""
+    most: dict[str, tuple[dict, int]] = {}
+    for point, repetitions in length_points(p) + output_points(p) + cache_kind_points(p) + curve_points(p):
+        name = key({"point": point, "repetition": 0})
+        most[name] = (point, max(repetitions, most.get(name, (point, 0))[1]))
+    return list(most.values())
 
 
 def unusual(p: SimpleNamespace, *names: str) -> dict:
     """Those of these parameters that are not at their default: they are part of the point then."""
-    defaults = {name: default for name, (_, default) in all_declared().items()}
-    values = {name: getattr(p, name) for name in names if getattr(p, name) != defaults[name]}
+    usual = defaults()
+    values = {name: getattr(p, name) for name in names if getattr(p, name) != usual[name]}
     if "base_url" in values:  # a server is told from another, its address is nobody's business
         values["base_url"] = hashlib.sha256(values["base_url"].encode()).hexdigest()[:12]
     return values
@@ -122,7 +152,7 @@ def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_to
         | {
             "threads": p.threads,
             "attention": kernel,
-            "cache": "dynamic",
+            "cache": p.caches[0],
             "context_length": context_length,
             "output_tokens": output_tokens,
             "batch_size": p.batch_size,
@@ -216,13 +246,13 @@ def missing(found: list[dict], kind: str | None, points: list[tuple[dict, int]],
     `kind` is the record that completes a point (None: whichever it has); a pair of arms needs both of its records.
     With `remeasure`, new repetitions are numbered behind the recorded ones.
     """
-    done = [r for r in found if kind in (None, r["kind"]) and r["status"] in DONE and not is_control(r)]
+    valid = [r for r in found if kind in (None, r["kind"]) and done(r) and not is_control(r)]
     arms: dict[str, set] = {}
-    for r in done:
+    for r in valid:
         arms.setdefault(r.get("pair"), set()).add(r.get("use_cache"))
-    complete = {key(r) for r in done if r.get("pair") is None or len(arms[r["pair"]]) == 2}
-    before = max((r["repetition"] for r in done), default=0) if remeasure else 0
-    last = max(repetitions for _, repetitions in points)
+    complete = {key(r) for r in valid if r.get("pair") is None or len(arms[r["pair"]]) == 2}
+    before = max((r["repetition"] for r in valid), default=0) if remeasure else 0
+    last = max((repetitions for _, repetitions in points), default=0)
     wanted = [(x, before + i) for i in range(1, last + 1) for x, repetitions in points if i <= repetitions]
     return [w for w in wanted if key({"point": w[0], "repetition": w[1]}) not in complete]
 
@@ -232,25 +262,34 @@ def is_control(record: dict) -> bool:
     return bool(record.get("control") or record.get("negative_control"))
 
 
-def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
+def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
     """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
 
     `open_worker()` is a context manager; its `.measure_pair(point, repetition, control)` returns both arms' records.
+    `forecast` says what memory a point will need (see `analyse.footprint`); what it announced may run out.
     """
     store = run.store("s1b")
-    pending = missing(store.load(), "generation", on_off_points(p), p.remeasure)
-    progress = Progress("S1b", len(pending))
+    found = store.load()
+    pending = missing(found, "generation", on_off_points(p), p.remeasure)
+    unweighed = missing(found, "memory", memory_points(p), p.remeasure)
+    announce([point for point, _ in pending + unweighed], forecast)
+    progress = Progress("S1b", len(pending) + len(unweighed))
     for repetition in sorted({r for _, r in pending}):
         points = [point for point, r in pending if r == repetition]
         random.Random(f"{p.seed}/{repetition}").shuffle(points)
         control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
-                keep(store, worker.measure_pair(point, repetition, control=point is control))
+                keep(store, worker.measure_pair(point, repetition, control=point is control), forecast=forecast)
                 if point is not control:
                     progress.done(f"{point['attention']} {point['context_length']} tokens, repetition {repetition}")
             if repetition == 1:  # once: a pair with the cache silently off in both arms, which has to be refused
                 keep(store, worker.measure_pair(control, repetition, negative_control=True))
+    if unweighed:
+        with open_worker(for_memory=True) as worker:
+            for point, repetition in unweighed:
+                keep(store, worker.measure_memory(point, repetition), forecast=forecast)
+                progress.done(f"memory, {point['attention']} {point['context_length']} tokens")
 
 
 def machine(run: Run, p: SimpleNamespace, open_worker) -> None:
@@ -276,8 +315,23 @@ def single(run: Run, p: SimpleNamespace, experiment: str, points: list[tuple[dic
                 progress.done(f"{point.get('quantity') or point['model']}, repetition {repetition}")
 
 
-def keep(store: Store, records: list[dict], experiment: str = "s1b") -> None:
+def announce(points: list[dict], forecast) -> None:
+    """Say which points will not fit into the memory there, or else what the largest of them will need."""
+    if forecast is None or not points:
+        return
+    distinct = list({key({"point": point, "repetition": 0}): point for point in points}.values())
+    for point in [x for x in distinct if not forecast.fits(x)] or [max(distinct, key=forecast.peak_bytes)]:
+        needed, there = (value / 2**30 for value in (forecast.peak_bytes(point), forecast.available_bytes))
+        what = f"{point['attention']} {point['context_length']} tokens: about {needed:.3g} GiB of memory predicted"
+        what += f", {there:.3g} GiB there"
+        say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; expected to run out")
+
+
+def keep(store: Store, records: list[dict], experiment: str = "s1b", forecast=None) -> None:
+    """Append what a worker returned; a point that ran out of memory says whether that had been announced."""
     for record in records:
+        if record["status"] == "out_of_memory":
+            record = record | {"announced": forecast is not None and not forecast.fits(record["point"])}
         store.append(record | {"experiment": experiment})
 
 
@@ -286,7 +340,7 @@ def unmeasured(profile: str) -> dict[str, str]:
     run, p = last_run(profile)
     wanted = {
         "s1": ("point", serving_points(p)),
-        "s1b": ("generation", on_off_points(p)),
+        "s1b": (None, on_off_points(p) + memory_points(p)),
         "machine": (None, machine_points(p)),
         "anatomy": (None, anatomy_points(p) + slice_points(p)),
     }
@@ -295,7 +349,7 @@ def unmeasured(profile: str) -> dict[str, str]:
         stored = run.store(experiment).load()
         left = missing(stored, kind, points)
         if left:
-            reasons = [r["reason"] for r in stored if r["status"] not in DONE and r.get("reason")]
+            reasons = [r["reason"] for r in stored if not done(r) and r.get("reason")]
             found[experiment.upper()] = (
                 f"{len(left)} points without a valid measurement ({(reasons or ['not run'])[-1]})"
             )

@@ -76,7 +76,11 @@ def max_positions(settings: transformers.PretrainedConfig) -> int:
 
 
 def outline(settings: transformers.PretrainedConfig) -> dict:
-    """Return what a plan needs: positions, vocabulary, special token ids, and `config` with the model's shape."""
+    """Return what a plan needs: positions, vocabulary, special token ids, and `config` with the model's shape.
+
+    Raises ValueError for a model without a KV cache, in which there is nothing to measure.
+    """
+    _refuse_without_kv_cache(settings)
     text = settings.get_text_config()
     named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     special = {i for entry in named for i in (entry if isinstance(entry, list) else [entry])} - {None}
@@ -203,11 +207,15 @@ def facts(source: ModelSource) -> dict:
     """Return what is known about the files: name, revision, stored type, sha256 of each."""
     hashes = file_hashes(source)
     together = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
+            **stored(source), "files": hashes}  # fmt: skip
+
+
+def stored(source: ModelSource) -> dict:
+    """Return how the weights are stored, and whether they are expanded to another type before anything runs."""
     converted = served_folder(source, "float32", convert=False) if source.gguf_file else None
     noted = json.loads((converted / MANIFEST).read_text()).get("file_type") if converted else None
-    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
-            "file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file),
-            "files": hashes}  # fmt: skip
+    return {"file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file)}
 
 
 def file_hashes(source: ModelSource) -> dict[str, str]:

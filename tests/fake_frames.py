@@ -95,6 +95,7 @@ def steps(repetitions=3, context=512, output=128, seed=2):
                             "step": step,
                             "position": position,
                             "step_s": step_s * noise(rng),
+                            "ttft_s": 0.9 * context / 1024 * (1.3 if attention == "eager" else 1),
                         }
                     )
     return pd.DataFrame(rows)

@@ -79,6 +79,7 @@ def test_several_assignments_with_blanks_in_their_values():
 def test_br32_the_last_position_may_be_used_and_one_more_may_not():
     values = params.load("smoke", ["context_lengths=[60] serving_context_length=8 serving_output_tokens=2"])
     values |= {"output_tokens": 4, "step_curve_context_length": 8, "step_curve_output_tokens": 4}
+    values |= {"output_lengths_context": 8}
     params.check_positions(values, 64)
     with pytest.raises(
         params.ParameterError, match=r"60 tokens of context and 10 of output need 70 .*64.*at most 54"

@@ -181,7 +181,17 @@ def agree(cached: dict, uncached: dict) -> bool:
     return all(a == b or margin < 2 * difference for a, b, margin, difference in choices)
 
 
-PAIR = [*POINT, "repetition", "control", "pair", "refusal", "ttft_ratio", "tpot_speedup", "total_speedup"]
+def first_difference(cached: dict, uncached: dict) -> tuple[int | None, float | None]:
+    """The first output token (from 1) on which the arms differ, and by how much its choice led the second best."""
+    choices = zip(cached.get("token_ids") or [], uncached.get("token_ids") or [], cached.get("top2_margins") or [])
+    different = ((i, margin) for i, (one, other, margin) in enumerate(choices, start=1) if one != other)
+    return next(different, (None, None))
+
+
+PAIR = [
+    *POINT, "repetition", "control", "pair", "refusal", "first_difference", "margin",
+    "ttft_ratio", "tpot_speedup", "total_speedup",
+]  # fmt: skip
 
 
 def pairs(records: list[dict]) -> pd.DataFrame:
@@ -206,9 +216,10 @@ def pairs(records: list[dict]) -> pd.DataFrame:
                 "pair": cached["pair"],
             }
             | {"refusal": why}
+            | dict(zip(("first_difference", "margin"), first_difference(cached, uncached)))
             | ratios
         )
-    return numeric(pd.DataFrame(rows, columns=PAIR), "ttft_ratio", "tpot_speedup", "total_speedup")
+    return numeric(pd.DataFrame(rows, columns=PAIR), *PAIR[PAIR.index("first_difference") :])
 
 
 def steps(records: list[dict]) -> pd.DataFrame:

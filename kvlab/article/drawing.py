@@ -22,6 +22,7 @@ FONT_FILE = "NotoSansCJKsc-Regular.otf"
 COLOUR = {  # after Okabe and Ito, safe for colour-blind eyes
     "cache": "#0072B2", "no_cache": "#D55E00", "vllm": "#009E73", "s1b": "#0072B2",
     "eager": "#4D4D4D", "sdpa": "#CC79A7", "reference": "#6A6A6A",
+    "tpot_speedup": "#E69F00", "total_speedup": "#56B4E9",
 }  # fmt: skip
 MARKER = {"cache": "o", "no_cache": "s", "eager": "s", "sdpa": "o", "vllm": "D", "s1b": "o"}
 LABEL_GAP_POINTS = 14
@@ -50,6 +51,16 @@ def chart(draw):
             return figure
 
     return styled
+
+
+def read_by(reading):
+    """Gives a chart the function that reads its frames."""
+
+    def give(draw):
+        draw.reading = reading
+        return draw
+
+    return give
 
 
 def images(figure):

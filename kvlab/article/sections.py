@@ -163,25 +163,6 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     prose.table(rows, headings, language, source=source)
 
 
-def slopes(found: pd.DataFrame, language: str, source: str) -> None:
-    """Local exponents of TPOT over context length, one row per kernel and neighbouring lengths."""
-    table = found.pivot_table(
-        index=["attention", "shorter", "longer"], columns="use_cache", values="slope"
-    ).reset_index()
-    rows = [
-        {
-            "attention": prose.both(f"label.{row['attention']}"),
-            "lengths": f"{row['shorter']} → {row['longer']}",
-            "no_cache": row.get(False),
-            "cache": row.get(True),
-        }
-        for row in table.to_dict("records")
-    ]
-    headings = {"attention": "sections.kernel", "lengths": "sections.lengths"}
-    headings |= {"no_cache": "label.no_cache", "cache": "label.cache"}
-    prose.table(rows, headings, language, source=source)
-
-
 def missing(records: list[dict], language: str) -> None:
     """Why a section has no results, where its server could not be started and nothing was measured since."""
     failed = [r for r in records if r["kind"] == "server" and r["status"] != "ok"]

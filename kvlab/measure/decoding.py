@@ -188,6 +188,11 @@ def measure_generation(model: torch.nn.Module, point: dict, rng: numpy.random.Ge
     return {"kind": "generation", "point": point, "use_cache": True, "warmup_forwards": warmup_forwards, **raw}
 
 
+def measure_memory(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> list[dict]:
+    """Run the point like a pair, for its memory alone: its times are those of a process that gives memory back."""
+    return [{**record, "kind": "memory"} for record in measure_pair(model, point, rng)]
+
+
 def _measure_arms(
     model: torch.nn.Module, point: dict, rng: numpy.random.Generator, really_cached: dict[bool, bool]
 ) -> list[dict]:
@@ -252,6 +257,7 @@ def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: d
         "token_count_source": "exact", "parameter_bytes": memory.parameter_bytes(model),
         "peak_memory_bytes": peak_bytes, "memory_source": memory_source, "cpu_time_s": cpu_time_s,
         "resident_set_bytes": resident_bytes, "resident_set_before_bytes": baseline_bytes,
+        "reserved_memory_bytes": memory.reserved_bytes(device),
     }  # fmt: skip
     return raw, generation.logits if generation else []
 
