@@ -21,7 +21,8 @@ CHOICES = {
 }
 HIGHEST = 1_000_000
 REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "full_cache_space_gib"}
+MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -151,7 +152,7 @@ def has_type(value: object, annotation: str) -> bool:
 
 def check_value(name: str, value: object, where: str) -> None:
     items = value if isinstance(value, list) else [value]
-    if value == [] and name != "concurrencies":
+    if value == [] and name not in MAY_BE_EMPTY:
         raise ParameterError(f"{where}: {name} is empty; give at least one value")
     if len(set(items)) != len(items):
         raise ParameterError(f"{where}: {name} names a value twice: {value}")
@@ -168,6 +169,10 @@ def check_together(values: dict, where: str) -> None:
     for argument in REFUSED_ARGUMENTS:
         if argument in values.get("server_arguments", ""):
             raise ParameterError(f"{where}: server_arguments must not contain {argument}; leave it out")
+    if values.get("base_url") and not re.match(r"https?://[^/\s]", values["base_url"]):
+        raise ParameterError(f"{where}: base_url must begin with http:// or https://, not {values['base_url']!r}")
+    if max(values.get("shared_prefix_lengths") or [0]) >= values.get("reuse_context_length", 1):
+        raise ParameterError(f"{where}: shared_prefix_lengths must lie below reuse_context_length")
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (
@@ -191,6 +196,7 @@ def longest_sequence(values: dict) -> tuple[str, int, int]:
         ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])
     ]
     candidates += [("serving_context_length", values["serving_context_length"], served)]
+    candidates += [("reuse_context_length", values["reuse_context_length"], 2)] * bool(values["full_cache_space_gib"])
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 
 

@@ -14,7 +14,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from kvlab.measure import guard, telemetry
+from kvlab.measure import guard, metrics, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
@@ -162,7 +162,7 @@ class VllmServer:
         self.command = [*launcher, *arguments(self.version, model_folder, names, self.port, self.settings)]
         self.command += extra_args
         self.startup_timeout_s, self._report = startup_timeout_s, report or (lambda line: None)
-        self._guard, self.pid, self.startup_s = None, None, None
+        self._guard, self.pid, self.startup_s, self.cache_blocks = None, None, None, (None, None)
 
     def __enter__(self):
         if not any(self.model_folder.glob("*.safetensors")) or not (self.model_folder / "config.json").exists():
@@ -184,10 +184,12 @@ class VllmServer:
 
     def facts(self):
         """What was started, for the records: version, switches, threads, their CPUs, capacity in tokens."""
+        blocks, block_tokens = self.cache_blocks
         return {
             "engine": "vllm", "engine_version": self.version, **self.settings,
             "threads": self.cpus and len(self.cpus), "thread_cpus": self.cpus,
             "startup_s": self.startup_s, "kv_cache_tokens": self.kv_cache_tokens(),
+            "kv_blocks": blocks, "kv_block_tokens": block_tokens,
         }  # fmt: skip
 
     def kv_cache_tokens(self):
@@ -233,6 +235,8 @@ class VllmServer:
                 self._report(f"vLLM is starting, {waited_s:.0f} s")
             time.sleep(0.2)
         self.startup_s = time.monotonic() - started_s
+        _, text = self._fetch("GET", "/metrics", TOKEN_TIMEOUT_S)
+        self.cache_blocks = metrics.cache_blocks(text)
         self._report(f"vLLM {self.version} made its first token after {self.startup_s:.0f} s")
 
     def _answers(self):
@@ -248,19 +252,27 @@ class VllmServer:
 
     def _ask(self, method, path, timeout_s, body=None):
         """The JSON object of one answer, {} for an answer of another kind, None while there is none."""
+        status, text = self._fetch(method, path, timeout_s, body)
+        if status is None:
+            return None
+        try:
+            answer = json.loads(text) if status == 200 else {}
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def _fetch(self, method, path, timeout_s, body=None):
+        """(HTTP status, text) of one answer; (None, "") while there is none."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            answer = json.loads(response.read()) if response.status == 200 else {}
+            return response.status, response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
-            return None
-        except ValueError:
-            return {}
+            return None, ""
         finally:
             connection.close()
-        return answer if isinstance(answer, dict) else {}
 
     def _failure(self, kind, sentence):
         """The ServerError of a start that failed; of an exit, the log may tell more than that it happened."""
