@@ -162,7 +162,7 @@ def test_the_plain_points_of_s1_are_what_they_were():
 
 
 def test_the_small_cache_gets_the_heaviest_load_and_shared_prefixes():
-    p = smoke(full_cache_space_gib=0.0625, concurrencies=[1, 4], shared_prefix_lengths=[16, 32], reuse_context_length=48)
+    p = smoke(full_cache_space_gib=0.0625, concurrencies=[1, 4], shared_prefix_lengths=[16, 32])
     full, *reused = [point for point, _ in sweep.cache_points(p)]
     twin = next(point for point, _ in sweep.serving_points(p) if point["concurrency"] == 4)
     assert full == twin | {"kv_cache_space_bytes": 2**26, "prefix_caching": True}  # the same load, a smaller cache

@@ -271,8 +271,8 @@ def attempts(records: list[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def void_reason(point: dict) -> str | None:
-    """Why a point's numbers do not count: its prompts were found in the server's prefix cache."""
-    share = prefix_hit_share(point)
+    """Why a point's numbers do not count: its prompts were found in the server's prefix cache, and should not be."""
+    share = None if point["point"].get("shared_prefix_tokens") else prefix_hit_share(point)
     return "prefix_hits" if share is not None and share > PREFIX_HIT_LIMIT else None
 
 
