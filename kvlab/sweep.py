@@ -171,6 +171,17 @@ def cache_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(point, p.serving_repetitions) for point in (full, *shared)]
 
 
+def other_mode(p: SimpleNamespace) -> SimpleNamespace:
+    """The same parameters with `enforce_eager` the other way round."""
+    return SimpleNamespace(**vars(p) | {"enforce_eager": not p.enforce_eager})
+
+
+def compared_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: the points at concurrency 1 once more in the other mode, compiled or eager; none unless asked for."""
+    again = [each for each in serving_points(other_mode(p)) if each[0]["concurrency"] == 1]
+    return again if p.compare_compiled and not p.base_url else []
+
+
 def cache_model_len(p: SimpleNamespace) -> int:
     """Positions that the longest request of `cache_points` needs."""
     return max(p.serving_context_length + longest_served_output(vars(p)), p.reuse_context_length + 2)
@@ -232,7 +243,7 @@ def keep(store: Store, records: list[dict]) -> None:
 def unmeasured(profile: str) -> dict[str, str]:
     """Experiment -> why some of its points still have no valid record after a run; empty when all is there."""
     run, p = last_run(profile)
-    served = serving_points(p) + open_loop_points(p) + cache_points(p)
+    served = serving_points(p) + open_loop_points(p) + cache_points(p) + compared_points(p)
     wanted = {"s1": ("point", served), "s1b": ("generation", on_off_points(p))}
     found = {}
     for experiment, (kind, points) in wanted.items():

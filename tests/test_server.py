@@ -245,8 +245,11 @@ def test_the_command_line_of_each_version():
     assert "--no-enable-prefix-caching" in old
     assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} < set(new)
     assert "--disable-log-requests" not in new and "--enforce-eager" not in new + old
+    sized = {**SETTINGS, "kv_cache_space_bytes": 2**30}
     with pytest.raises(ServerError, match="gpu-memory-utilization"):
-        server.arguments("0.7.3", "folder", ("m",), 1, {**SETTINGS, "kv_cache_space_bytes": 1})
+        server.arguments("0.7.3", "folder", ("m",), 1, sized)
+    old = server.arguments("0.7.3", "folder", ("m",), 1, sized | {"kv_bytes_per_token": 57344})
+    assert old[old.index("--num-gpu-blocks-override") + 1] == "1170"  # 2**30 // (16 * 57344)
 
 
 def test_threads_leave_a_cpu_to_the_client():

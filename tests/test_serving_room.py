@@ -15,7 +15,8 @@ from kvlab.article import prose, readings
 from kvlab.article import serving_room as room
 from kvlab.measure import serving
 
-SERVER = {"kv_cache_space_bytes": 1000, "kv_block_tokens": 4, "kv_blocks": 25, "kv_cache_tokens": 90, "max_model_len": 9}
+SERVER = {"kv_cache_space_bytes": 1000, "kv_block_tokens": 4, "kv_blocks": 25, "kv_cache_tokens": 90}
+SERVER |= {"max_model_len": 9}
 CLOSED = {"loop": "closed", "concurrency": 2, "context_length": 10, "output_tokens": 3}
 
 
@@ -161,10 +162,11 @@ def test_reuse_holds_the_servers_count_against_the_whole_blocks():
     assert room.reuse_numbers(s1.reuse(reuse_records()))["speedup"] == pytest.approx(1 / 0.12)
 
 
-def sweep_frames(**options):
-    rows = [{"concurrency": c, "context_length": 256, "status": "ok", "phase": "measured", "void": None,
-             "ttft_s": 0.2 * c, "tpot_s": 0.03 * c**0.5, "throughput_tokens_per_s": 30 * c**0.6} for c in (1, 2, 4)]  # fmt: skip
-    return pd.DataFrame(rows), pd.DataFrame(rows)
+def sweep_frames():
+    about = {"context_length": 256, "status": "ok", "phase": "measured", "void": None}
+    numbers = [{"ttft_s": 0.2 * c, "tpot_s": 0.03 * c**0.5, "throughput_tokens_per_s": 30 * c**0.6} for c in (1, 2, 4)]
+    frame = pd.DataFrame([about | {"concurrency": c} | row for c, row in zip((1, 2, 4), numbers)])
+    return frame, frame
 
 
 FRAMES = {
@@ -238,3 +240,20 @@ def test_each_kind_of_point_has_its_number_of_requests(p):
     plain, full, arrivals = sweep.serving_points(p)[0][0], sweep.cache_points(p)[0][0], sweep.open_loop_points(p)[0][0]
     counts = [serving.request_counts(p, each) for each in (plain, full, arrivals)]
     assert counts == [(4, 16), (4, 8), (1, p.open_loop_requests)]
+
+
+def test_compiled_and_eager_are_compared_at_the_lengths_measured_in_both():
+    records = []
+    for eager, length, tpot_s in ((True, 128, 0.4), (False, 128, 0.2), (True, 256, 0.4)):
+        asked, name = CLOSED | {"concurrency": 1, "context_length": length, "enforce_eager": eager}, f"{eager}{length}"
+        records += [request(0.0, [1.0, 1.0 + tpot_s], attempt=name, point=asked), point(name, asked)]
+    (row,) = s1.compared(records).to_dict("records")
+    assert (row["context_length"], row["ttft_ratio"]) == (128, 1.0) and row["tpot_ratio"] == pytest.approx(2.0)
+    assert s1.compared(records[:2]).empty and s1.compared([]).empty
+
+
+def test_the_other_mode_is_measured_only_when_asked_for(p):
+    assert sweep.compared_points(p) == []
+    points = [point for point, _ in sweep.compared_points(smoke(compare_compiled=True, context_lengths=[16, 32]))]
+    assert {(x["enforce_eager"], x["concurrency"]) for x in points} == {(False, 1)}
+    assert {x["context_length"] for x in points} >= {16, 32}

@@ -1,6 +1,7 @@
 """A client that misreads a stream reports latencies that nobody had; so each dialect is read back here."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,23 @@ def test_br06_counts_are_kept_where_some_text_comes_with_no_new_token():
 def test_a_token_without_text_arrives_when_its_count_does():
     answer = parse((10, text("", **usage(1))), (20, text("é", "length", **usage(2))), (21, DONE))
     assert (answer.arrival_times_s, answer.chunk_tokens) == ([0.01, 0.02], [1, 1])
+
+
+def test_br17_an_event_of_any_length_is_read_whole_and_in_time():
+    started_s = time.perf_counter()
+    line = text("a" * 5_000_000, **usage(1))
+    pieces = [(10 + i / 1000, line[i : i + 4096]) for i in range(0, len(line), 4096)]
+    answer = parse(*pieces, (9000, text("b", "length", **usage(2))), (9001, DONE))
+    assert (answer.error, len(answer.text), answer.output_tokens) == (None, 5_000_001, 2)
+    assert time.perf_counter() - started_s < 5
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_only"])
+def test_br18_thoughts_are_tokens_under_either_name_and_alone(name):
+    case = CASES[name]
+    answer = parse(*case.writes)
+    assert (answer.error, answer.output_tokens, len(answer.arrival_times_s)) == (None, 25, 25)
+    assert answer.arrival_times_s[0] == pytest.approx(0.05)  # the first thought, not the role before it
 
 
 @pytest.mark.parametrize("running", [usage(0), {"usage": {}}, {"usage": {"completion_tokens": None}}])

@@ -82,6 +82,23 @@ def littles_law_by_server(point: dict, ok: list[dict]) -> float | None:
     return sum(map(d.e2e_s, ok)) / (end - start) / (in_system / len(samples)) if in_system else None
 
 
+# ---- compiled or eager
+
+
+def compared(records: list[dict]) -> pd.DataFrame:
+    """Median TTFT and TPOT at concurrency 1 in both modes, one row per context length that was measured in both."""
+    rows = summary.requests(records)
+    rows = rows[(rows["phase"] == "measured") & (rows["concurrency"] == 1) & rows["void"].isna()]
+    cells = rows.groupby(["context_length", "enforce_eager"])[["ttft_s", "tpot_s"]].median()
+    table = cells.unstack("enforce_eager")
+    names = {True: "eager", False: "compiled"}
+    table.columns = [f"{value}_{names[eager]}" for value, eager in table.columns]
+    if len(table.columns) < 4:
+        return pd.DataFrame()
+    ratios = {f"{value}_ratio": table[f"{value}_s_eager"] / table[f"{value}_s_compiled"] for value in ("ttft", "tpot")}
+    return table.assign(**ratios).dropna().reset_index()
+
+
 # ---- the KV cache under load
 
 

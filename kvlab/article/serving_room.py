@@ -85,6 +85,17 @@ def open_loop(frame: pd.DataFrame, language: str, source: str) -> None:
     prose.table(frame.sort_values("request_rate_per_s"), headings, language, source=source)
 
 
+def compared(frame: pd.DataFrame, language: str, source: str) -> None:
+    """TTFT and TPOT at concurrency 1, eager and compiled; nothing where only one mode was measured."""
+    if frame.empty:
+        return
+    headings = {"context_length": "label.context_length:count"}
+    for value in ("ttft", "tpot"):
+        headings |= {f"{value}_s_{mode}": f"serving.{value}_{mode}:s" for mode in ("eager", "compiled")}
+        headings |= {f"{value}_ratio": "serving.eager_over_compiled:x"}
+    prose.table(frame, headings, language, source=source)
+
+
 # ---- the KV cache, full
 
 

