@@ -100,16 +100,16 @@ def test_goodput_counts_what_keeps_both_limits():
 OPEN = CLOSED | {"loop": "open", "concurrency": None, "request_rate_per_s": 2.0}
 
 
-def test_open_loop_keeps_the_wait_before_the_send_apart_and_asks_the_server_how_many_there_were():
-    """Ten requests of 1 s, one a second: one in the system at any time, by client and by server."""
+def test_open_loop_keeps_the_wait_before_the_send_apart_and_sees_a_queue_that_grows():
+    """Requests of 1 s, one a second, are a steady state; where each takes 0.8 s longer than the last, a queue grows."""
     sent = [request(float(i), [0.5, 1.0], i, client_wait_s=0.25, point=OPEN) for i in range(10)]
-    samples = [sample(i / 2, 0.1, 1, 0, 0) for i in range(20)]
-    (row,) = s1.open_loop([*sent, point(asked=OPEN, samples=samples)]).to_dict("records")
+    histogram = {"ttft_sum_s": 5.0, "ttft_count": 10}
+    (row,) = s1.open_loop([*sent, point(asked=OPEN, deltas=histogram)]).to_dict("records")
     assert (row["ttft_s"], row["arrival_ttft_s"], row["arrival_e2e_s"]) == (0.5, 0.75, 1.25)
-    assert row["littles_law"] == pytest.approx(1.0)
-    busy = [s | {"waiting": 1} for s in samples]
-    (row,) = s1.open_loop([*sent, point(asked=OPEN, samples=busy)]).to_dict("records")
-    assert row["littles_law"] == pytest.approx(0.5)  # the server holds requests that the client knows nothing of
+    assert row["littles_law"] == pytest.approx(1.0) and row["client_over_server_ttft"] == pytest.approx(1.0)
+    queued = [r | {"arrival_times_s": [0.5 + 0.8 * i, 1.0 + 0.8 * i]} for i, r in enumerate(sent)]
+    (row,) = s1.open_loop([*queued, point(asked=OPEN)]).to_dict("records")
+    assert row["littles_law"] < 0.6
     assert s1.open_loop([*sent, point()]).empty
 
 

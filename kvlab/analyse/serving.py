@@ -55,31 +55,26 @@ def within(request: dict, ttft_limit_s: float, tpot_limit_s: float) -> bool:
 def open_loop(records: list[dict]) -> pd.DataFrame:
     """One row per run of Poisson arrivals: medians of latency from the send and from the scheduled arrival.
 
-    `littles_law` is arrivals/s times mean latency by the client over what the server itself said was running or
-    waiting, on average: two independent counts of the same thing, 1 where client and server agree.
+    `littles_law` covers the time from the first completion to the last send; it is 1 in a steady state, and away
+    from it where requests pile up, or where few complete.
     """
     rows = []
     for point, sent in runs(records):
         ok = [r for r in sent if r["status"] == d.OK and d.e2e_s(r) is not None]
         if point["point"]["loop"] != "open" or not ok:
             continue
+        window = min(r["sent_s"] + d.e2e_s(r) for r in ok), max(r["sent_s"] for r in ok)
         scheduled = pd.Series([r["client_wait_s"] for r in ok])
         ttft_s, e2e_s = pd.Series([d.ttft_s(r) for r in ok], dtype=float), pd.Series([d.e2e_s(r) for r in ok])
         rows.append(
             load_of(point)
             | {"completed": len(ok), "ttft_s": ttft_s.median(), "e2e_s": e2e_s.median()}
             | {"arrival_ttft_s": (ttft_s + scheduled).median(), "arrival_e2e_s": (e2e_s + scheduled).median()}
-            | {"littles_law": littles_law_by_server(point, ok)}
+            | {"littles_law": summary.littles_law(ok, window if window[0] < window[1] else None)}
+            | {"client_over_server_ttft": summary.client_over_server_ttft(point, sent)}
         )
-    columns = ["completed", "ttft_s", "e2e_s", "arrival_ttft_s", "arrival_e2e_s", "littles_law"]
-    return pd.DataFrame(rows, columns=[*LOAD, "repetition", *columns])
-
-
-def littles_law_by_server(point: dict, ok: list[dict]) -> float | None:
-    start, end = min(r["sent_s"] for r in ok), max(r["sent_s"] + d.e2e_s(r) for r in ok)
-    samples = [s for s in point.get("server_samples") or [] if start <= s["t_s"] <= end and s["running"] is not None]
-    in_system = sum(s["running"] + (s["waiting"] or 0) for s in samples)
-    return sum(map(d.e2e_s, ok)) / (end - start) / (in_system / len(samples)) if in_system else None
+    columns = ["completed", "ttft_s", "e2e_s", "arrival_ttft_s", "arrival_e2e_s"]
+    return pd.DataFrame(rows, columns=[*LOAD, "repetition", *columns, "littles_law", "client_over_server_ttft"])
 
 
 # ---- compiled or eager

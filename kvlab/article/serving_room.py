@@ -81,7 +81,7 @@ def open_loop(frame: pd.DataFrame, language: str, source: str) -> None:
         return
     headings = {"request_rate_per_s": "serving.rate", "completed": "checks.completed:count"}
     headings |= {name: f"serving.{name}:s" for name in ("ttft_s", "arrival_ttft_s", "e2e_s", "arrival_e2e_s")}
-    headings |= {"littles_law": "checks.littles_law"}
+    headings |= {name: f"checks.{name}" for name in ("littles_law", "client_over_server_ttft")}
     prose.table(frame.sort_values("request_rate_per_s"), headings, language, source=source)
 
 
@@ -129,7 +129,7 @@ def cache_filling(samples, sends, language):
         axes[1].step(run["t_s"], run["waiting"], color=WAITING, where="post")
         preempted = run[run["preemptions"].diff() > 0]
         axes[0].plot(preempted["t_s"], [1.0] * len(preempted), "v", color=WAITING, clip_on=False, zorder=5)
-    drawing.dots(axes[2], sends, "t_s", "ttft_s", "vllm")
+    axes[2].scatter(sends["t_s"], sends["ttft_s"], color=COLOUR["vllm"], s=16, linewidth=0)
     drawing.friendly_y(axes[:1], "%", language, from_zero=True)
     drawing.friendly_y(axes[1:2], "count", language, from_zero=True)
     drawing.friendly_y(axes[2:], "s", language, from_zero=True)
@@ -194,7 +194,7 @@ def ttft_by_shared_prefix(frame, language):
         expected = cold * (1 - rows["whole_blocks"].fillna(rows["shared"] / rows["context_length"]))
         ax.plot(rows["shared"], expected, color=COLOUR["reference"], linestyle="--", linewidth=1.4)
         ends.append((expected.iloc[-1], label("proportional", language), COLOUR["reference"]))
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        drawing.fixed_ticks(ax.xaxis, list(rows["shared"]), lambda value: f"{value:,.0f}")
     ax.set_xlabel(label("shared_prefix", language))
     drawing.friendly_y([ax], "s", language, label("ttft", language), from_zero=True)
     drawing.end_labels(ax, ends)
