@@ -74,7 +74,8 @@ def test_capacity_is_predicted_to_the_block_and_counted_as_vllm_counts_it():
     assert (row["tokens_predicted"], row["tokens"]) == (75, 90)
     (real,) = s1.capacity([point(kv_cache_space_bytes=59055800, kv_block_tokens=128, max_model_len=1060)], 46080)
     assert (real["blocks_predicted"], real["tokens_predicted"]) == (10, 1177)  # what vLLM 0.32 said of this cache
-    assert s1.capacity([point(kv_block_tokens=None)], 10) == []
+    assert s1.capacity([point(kv_block_tokens=None)], 10) == s1.capacity([point()], None) == []
+    assert s1.kv_bytes_per_token({"model_type": "mamba"}, "float32") is None
 
 
 def test_pages_waste_the_rest_of_a_block_and_contiguous_memory_the_rest_of_the_maximum():

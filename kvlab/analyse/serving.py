@@ -4,8 +4,8 @@ import math
 
 import pandas as pd
 
+from kvlab.analyse import cost, summary
 from kvlab.analyse import definitions as d
-from kvlab.analyse import summary
 
 FULL = 0.95  # KV cache usage from which on we call it full: the next block may not be there
 LOAD = ["loop", "concurrency", "request_rate_per_s", "context_length", "output_tokens"]
@@ -147,7 +147,15 @@ def load_key(point: dict) -> tuple:
     return tuple(point["point"].get(name) for name in LOAD)
 
 
-def capacity(records: list[dict], bytes_per_token: int) -> list[dict]:
+def kv_bytes_per_token(config: dict, dtype: str) -> int | None:
+    """What the engine stores for a token; None for a model that the cost model does not know."""
+    try:
+        return cost.kv_cache_bytes_per_token(cost.architecture(config), dtype, layout="engine")
+    except ValueError:
+        return None
+
+
+def capacity(records: list[dict], bytes_per_token: int | None) -> list[dict]:
     """For each cache size: blocks and tokens predicted from its bytes, and what vLLM said it has.
 
     vLLM counts tokens as the requests of maximum length that fit, times that length: less than blocks x block.
@@ -156,7 +164,7 @@ def capacity(records: list[dict], bytes_per_token: int) -> list[dict]:
     for point, _ in summary.attempts(records):
         server = point.get("server") or {}
         space, block, length = (server.get(n) for n in ("kv_cache_space_bytes", "kv_block_tokens", "max_model_len"))
-        if space and block:
+        if space and block and bytes_per_token:
             blocks = space // (block * bytes_per_token)
             rows[space] = {
                 "space_bytes": space, "block_tokens": block,
