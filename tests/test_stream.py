@@ -209,7 +209,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("step", [1, 3, 10, 1000])
 def test_the_end_is_seen_with_the_last_byte_and_not_before(name, step):
     """A server that keeps the connection open would otherwise hold each request until its time-out."""
     end, raw = stream.End(), WHOLE[name]

@@ -16,6 +16,7 @@ DELTA_TEXT = ("content", "reasoning", "reasoning_content", "refusal", "tool_call
 DETAIL_LENGTH = 300
 CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]+)[ \t]*(?:;[^\r\n]*)?\r\n")
 LAST_CHUNK = re.compile(rb"(?:\A|\r\n)0+[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n\Z")  # trailers may follow
+SHORT = 64  # bytes; an event with its framing is longer
 TAIL_LENGTH = 1024  # bytes in which the last chunk with its trailers has to fit
 UNFINISHED = ("abort", "error", "cancelled")  # finish reasons of an answer that is not whole
 
@@ -70,8 +71,12 @@ class End:
             length = "0" if status in (204, 304) else headers.get("content-length", "")
             self._left = int(length) if length.isdecimal() and not self._chunked else None
         if self._chunked:
-            self._tail = (self._tail + data)[-TAIL_LENGTH:]
-            return self._tail.endswith(b"\r\n\r\n") and LAST_CHUNK.search(self._tail) is not None
+            ends = data.endswith(b"\r\n\r\n")
+            if ends or len(data) < SHORT:  # joined only where the end may have been cut in pieces
+                data = self._tail[-TAIL_LENGTH:] + data
+                ends = data.endswith(b"\r\n\r\n")
+            self._tail = data
+            return ends and LAST_CHUNK.search(data) is not None
         if self._left is not None:
             self._left -= len(data)
         return self._left is not None and self._left <= 0
