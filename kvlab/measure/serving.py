@@ -65,11 +65,13 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
 
 
 def request_counts(p: SimpleNamespace, point: dict) -> tuple[int, int]:
-    """Requests that warm a point up, and those that are measured; where the cache is full each waits long."""
+    """Requests that warm a point up, and those that are measured: fewer on the small cache, where many wait long."""
     if point["loop"] == "open":
         return 1, point["requests"]
-    per_stream = max(1, p.serving_requests_per_stream // (2 if point["prefix_caching"] else 1))
-    return point["concurrency"], max(p.serving_min_requests, per_stream * point["concurrency"])
+    fewest, per_stream = p.serving_min_requests, p.serving_requests_per_stream
+    if point["prefix_caching"]:
+        fewest, per_stream = fewest // 2 + 1, max(1, per_stream // 2)
+    return point["concurrency"], max(fewest, per_stream * point["concurrency"])
 
 
 def about_server(record: dict, server) -> dict:
