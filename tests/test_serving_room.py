@@ -139,7 +139,8 @@ def test_the_filling_cache_is_told_from_the_first_measured_request_on():
     assert list(samples["preemptions"]) == [0, 0, 2]
     numbers = room.filling_numbers(samples, sends)
     assert (numbers["usage"], numbers["waiting"], numbers["preemptions"]) == (1.0, 2, 2)
-    assert numbers["full_share"] == pytest.approx(1 / 3) and numbers["ttft_last"] == 4 * numbers["ttft_first"]
+    assert numbers["waiting_share"] == pytest.approx(2 / 3)
+    assert (numbers["ttft_free"], numbers["ttft_queue"]) == (1.0, 3.0)  # sent at 0 s; at 1, 2 and 3 s
 
 
 def test_full_and_roomy_compare_the_same_load_only():

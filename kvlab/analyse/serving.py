@@ -7,7 +7,6 @@ import pandas as pd
 from kvlab.analyse import cost, summary
 from kvlab.analyse import definitions as d
 
-FULL = 0.95  # KV cache usage from which on we call it full: the next block may not be there
 LOAD = ["loop", "concurrency", "request_rate_per_s", "context_length", "output_tokens"]
 
 

@@ -101,17 +101,19 @@ def compared(frame: pd.DataFrame, language: str, source: str) -> None:
 
 def filling_numbers(samples, sends):
     full = samples.dropna(subset=["kv_cache_usage", "waiting"])
-    ttft_s = sends.dropna(subset=["ttft_s"]).sort_values("t_s")["ttft_s"]
-    if full.empty or ttft_s.empty:
+    sends = sends.dropna(subset=["ttft_s"])
+    if full.empty or sends.empty:
         raise IndexError("a reading needs samples and requests")
-    quarter = max(1, len(ttft_s) // 4)
+    columns = ["t_s", "repetition", "waiting"]
+    at_send = pd.merge_asof(sends.sort_values("t_s"), full[columns].sort_values("t_s"), on="t_s", by="repetition")
+    ttft_s = at_send.groupby(at_send["waiting"] > 0)["ttft_s"].median()
     return {
         "usage": full["kv_cache_usage"].max(),
-        "full_share": (full["kv_cache_usage"] >= s1.FULL).mean(),
+        "waiting_share": (full["waiting"] > 0).mean(),
         "waiting": full["waiting"].max(),
         "preemptions": full["preemptions"].max(),
-        "ttft_first": ttft_s.iloc[:quarter].median(),
-        "ttft_last": ttft_s.iloc[-quarter:].median(),
+        "ttft_free": ttft_s.get(False),
+        "ttft_queue": ttft_s.get(True),
     }
 
 
