@@ -54,7 +54,7 @@ def run(name, load, folder):
     """One run of a peer; its files go to `folder`. Raises RuntimeError with its last words where it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     command = {"vllm": vllm_command, "aiperf": aiperf_command, "guidellm": guidellm_command}[name](load, folder)
-    variables = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables = os.environ | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=variables)
         _, status, usage = os.wait4(process.pid, 0)
@@ -91,12 +91,12 @@ def read_vllm(folder):
 
 
 def aiperf_command(load, folder):
-    command = [program("aiperf"), "profile", "--model", load.model, "--url", load.base_url, "--streaming"]
+    command = [program("aiperf"), "profile", "--model-names", load.model, "--url", load.base_url, "--streaming"]
     command += ["--endpoint-type", "completions", "--tokenizer", load.tokenizer, "--artifact-dir", folder]
     command += ["--synthetic-input-tokens-mean", load.prompt_tokens, "--output-tokens-mean", load.output_tokens]
     command += ["--extra-inputs", "ignore_eos:true", "--concurrency", load.streams, "--request-count", load.requests]
-    command += ["--ui", "none"]
-    return command + (["--request-rate", load.rate_per_s] if load.rate_per_s else [])
+    command += ["--ui", "none", "--use-server-token-count"]
+    return command + (["--request-rate", load.rate_per_s, "--arrival-pattern", "constant"] if load.rate_per_s else [])
 
 
 def read_aiperf(folder):
