@@ -22,7 +22,9 @@ CHOICES = {
 }
 HIGHEST = 1_000_000
 REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "price_per_hour"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "full_cache_space_gib"}
+MAY_BE_ZERO |= {"price_per_hour"}
+MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths", "slice_layers"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -152,7 +154,7 @@ def has_type(value: object, annotation: str) -> bool:
 
 def check_value(name: str, value: object, where: str) -> None:
     items = value if isinstance(value, list) else [value]
-    if value == [] and name not in ("concurrencies", "slice_layers"):
+    if value == [] and name not in MAY_BE_EMPTY:
         raise ParameterError(f"{where}: {name} is empty; give at least one value")
     if len(set(items)) != len(items):
         raise ParameterError(f"{where}: {name} names a value twice: {value}")
@@ -171,6 +173,10 @@ def check_together(values: dict, where: str) -> None:
             raise ParameterError(f"{where}: server_arguments must not contain {argument}; leave it out")
     if values.get("room_reserve", 0) >= 1:
         raise ParameterError(f"{where}: room_reserve is a share of the memory, below 1")
+    if values.get("base_url") and not re.match(r"https?://[^/\s]", values["base_url"]):
+        raise ParameterError(f"{where}: base_url must begin with http:// or https://, not {values['base_url']!r}")
+    if max(values.get("shared_prefix_lengths") or [0]) >= values.get("reuse_context_length", 1):
+        raise ParameterError(f"{where}: shared_prefix_lengths must lie below reuse_context_length")
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (
@@ -198,6 +204,7 @@ def longest_sequence(values: dict) -> tuple[str, int, int]:
     ]
     candidates += [("serving_context_length", values["serving_context_length"], served)]
     candidates += [("output_lengths_context", values["output_lengths_context"], max(values["output_lengths"]))]
+    candidates += [("reuse_context_length", values["reuse_context_length"], 2)] * bool(values["full_cache_space_gib"])
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 
 

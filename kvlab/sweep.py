@@ -43,9 +43,9 @@ class Run:
 
     def records(self, experiment: str, points: list[tuple[dict, int]]) -> list[dict]:
         """What this environment recorded of these points, and what is about no single point (a server that failed)."""
-        wanted = {key({"point": point, "repetition": 0}) for point, _ in points}
+        wanted = {key({"point": point, "repetition": 0}) for point, _ in points + [(server_of(points), 1)]}
         found = self.store(experiment).load()
-        return [r for r in found if r["kind"] == "server" or key({"point": r["point"], "repetition": 0}) in wanted]
+        return [r for r in found if key({"point": r["point"], "repetition": 0}) in wanted]
 
 
 def begin(p: SimpleNamespace, environment: dict) -> Run:
@@ -168,7 +168,7 @@ def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(serving_point(p, *cell), p.serving_repetitions) for cell in grid]
 
 
-def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> dict:
+def serving_point(p: SimpleNamespace, concurrency: int | None, context_length: int) -> dict:
     return (
         model_point(p)
         | {
@@ -233,6 +233,43 @@ def slice_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     token = on_off_point(p, p.attention_kernels[-1], p.slice_context_length, p.slice_output_tokens)
     named = token | {"model": f"slice:{SLICED_MODEL}/{max(p.slice_layers, default=0)}", "model_revision": None}
     return [(named | {"layers": layers}, p.slice_repetitions) for layers in p.slice_layers]
+
+
+def open_loop_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: (point, repetitions) of Poisson arrivals at the rates asked for, whatever the server is busy with."""
+    arrivals = {"loop": "open", "requests": p.open_loop_requests}
+    plain = serving_point(p, None, p.serving_context_length)
+    return [(plain | arrivals | {"request_rate_per_s": rate}, p.serving_repetitions) for rate in p.open_loop_rates]
+
+
+def cache_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: (point, repetitions) on a second server, whose KV cache is small and kept across requests.
+
+    First the heaviest load of the plain sweep, which fills it; then prompts of which a part is shared.
+    """
+    if p.base_url or not p.full_cache_space_gib:
+        return []
+    small = {"prefix_caching": True, "kv_cache_space_bytes": int(p.full_cache_space_gib * 2**30)}
+    full = serving_point(p, max(p.concurrencies, default=8), p.serving_context_length) | small
+    reused = serving_point(p, 1, p.reuse_context_length) | small | {"output_tokens": 2, "output_jitter": 0.0}
+    shared = [reused | {"shared_prefix_tokens": n} for n in (0, *p.shared_prefix_lengths)]
+    return [(point, p.serving_repetitions) for point in (full, *shared)]
+
+
+def other_mode(p: SimpleNamespace) -> SimpleNamespace:
+    """The same parameters with `enforce_eager` the other way round."""
+    return SimpleNamespace(**vars(p) | {"enforce_eager": not p.enforce_eager})
+
+
+def compared_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: the points at concurrency 1 once more in the other mode, compiled or eager; none unless asked for."""
+    again = [each for each in serving_points(other_mode(p)) if each[0]["concurrency"] == 1]
+    return again if p.compare_compiled and not p.base_url else []
+
+
+def cache_model_len(p: SimpleNamespace) -> int:
+    """Positions that the longest request of `cache_points` needs."""
+    return max(p.serving_context_length + longest_served_output(vars(p)), p.reuse_context_length + 2)
 
 
 def max_model_len(p: SimpleNamespace) -> int:
@@ -338,8 +375,9 @@ def keep(store: Store, records: list[dict], experiment: str = "s1b", forecast=No
 def unmeasured(profile: str) -> dict[str, str]:
     """Experiment -> why some of its points still have no valid record after a run; empty when all is there."""
     run, p = last_run(profile)
+    served = serving_points(p) + open_loop_points(p) + cache_points(p) + compared_points(p)
     wanted = {
-        "s1": ("point", serving_points(p)),
+        "s1": ("point", served),
         "s1b": (None, on_off_points(p) + memory_points(p)),
         "machine": (None, machine_points(p)),
         "anatomy": (None, anatomy_points(p) + slice_points(p)),
@@ -361,13 +399,15 @@ def shortest(p: SimpleNamespace) -> tuple[int, int]:
     return length, output_tokens_at(vars(p), length)
 
 
-def serving(run: Run, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]) -> None:
-    """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
+def serving(
+    run: Run, p: SimpleNamespace, points: list, open_server, measure_point, unavailable: type[Exception]
+) -> None:
+    """Measure what S1 lacks of `points`, on one server start; an `unavailable` server is a record with its reason.
 
     `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` keeps each record.
     """
     store = run.store("s1")
-    pending = missing(store.load(), "point", serving_points(p), p.remeasure)
+    pending = missing(store.load(), "point", points, p.remeasure)
     if not pending:
         say("S1: nothing to measure, all points are recorded")
         return
@@ -377,17 +417,30 @@ def serving(run: Run, p: SimpleNamespace, open_server, measure_point, unavailabl
             progress = Progress("S1", len(pending))
             for point, repetition in pending:
                 measure_point(server, point, repetition, store.append)
-                progress.done(f"concurrency {point['concurrency']}, {point['context_length']} tokens")
+                progress.done(f"{load_of(point)}, {point['context_length']} tokens")
     except unavailable as error:
         say(str(error))  # with the end of the server's log, which may name paths and stays out of the record
-        store.append(server_failure(p, str(error).splitlines()[0]))
+        store.append(server_failure(server_of(points), str(error).splitlines()[0]))
 
 
-def server_failure(p: SimpleNamespace, reason: str) -> dict:
+def load_of(point: dict) -> str:
+    open_loop = point["loop"] == "open"
+    return f"{point['request_rate_per_s']:g} requests/s" if open_loop else f"concurrency {point['concurrency']}"
+
+
+def server_of(points: list[tuple[dict, int]]) -> dict:
+    """What a server that does not start was to be: the point of its failure."""
+    stated = ("model", "model_revision", "dtype", "device")
+    point = points[0][0] if points else {}
+    reuse = {"prefix_caching": True} if point.get("prefix_caching") else {}
+    return {name: point[name] for name in stated if name in point} | reuse
+
+
+def server_failure(server: dict, reason: str) -> dict:
     return {
         "experiment": "s1",
         "kind": "server",
-        "point": model_point(p),
+        "point": server,
         "repetition": 0,
         "status": "failed",
         "reason": reason,

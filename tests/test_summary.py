@@ -249,3 +249,9 @@ def test_a_pair_spoilt_on_purpose_is_refused_and_in_no_result():
     found = [generation(True), generation(False), *spoilt]
     assert summary.negative_controls(found) == ["cache_not_used"]
     assert len(summary.pairs(found)) == 1 and len(summary.generations(found)) == 2
+
+
+def test_a_saturated_client_says_so():
+    late = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.2, 0.3])])
+    quiet = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.0002, 0.3])])
+    assert late["client_saturated"].item() and not quiet["client_saturated"].item()

@@ -202,10 +202,12 @@ def test_a_server_that_does_not_start_is_a_record_and_the_report_goes_on(run):
         raise NoServer("vLLM is not installed here; install it\nLast lines of its log:\n/home/somebody/vllm.py")
         yield
 
-    sweep.serving(run, smoke(), open_server, None, NoServer)
-    (record,) = run.store("s1").load()
+    p = smoke(full_cache_space_gib=0.07)
+    sweep.serving(run, p, sweep.serving_points(p), open_server, None, NoServer)
+    (record,) = run.records("s1", sweep.serving_points(p))
     assert (record["status"], record["kind"]) == ("failed", "server")
     assert record["reason"] == "vLLM is not installed here; install it"
+    assert run.records("s1", sweep.cache_points(p)) == []  # the other server was not even tried
 
 
 def test_s1_runs_exactly_s1bs_lengths_at_concurrency_one():
@@ -213,3 +215,30 @@ def test_s1_runs_exactly_s1bs_lengths_at_concurrency_one():
         point for point, _ in sweep.serving_points(smoke(concurrencies=[1, 4], serving_context_length=32))
     ]
     assert [(x["concurrency"], x["context_length"]) for x in points] == [(1, 32), (4, 32), (1, 16)]
+
+
+def test_the_plain_points_of_s1_are_what_they_were():
+    """Records of earlier runs must still count as measured."""
+    (point, _), *_ = sweep.serving_points(smoke(model="m", concurrencies=[2]))
+    assert point == {
+        "model": "m", "model_revision": None, "dtype": "float32", "device": "cpu", "threads": 1, "engine": "vllm",
+        "enforce_eager": True, "prefix_caching": False, "chunked_prefill": True, "loop": "closed", "concurrency": 2,
+        "context_length": 256, "output_tokens": 24, "output_jitter": 0.25, "kv_cache_space_bytes": 2**29,
+    }  # fmt: skip
+
+
+def test_the_small_cache_gets_the_heaviest_load_and_shared_prefixes():
+    p = smoke(full_cache_space_gib=0.0625, concurrencies=[1, 4], shared_prefix_lengths=[16, 32])
+    full, *reused = [point for point, _ in sweep.cache_points(p)]
+    twin = next(point for point, _ in sweep.serving_points(p) if point["concurrency"] == 4)
+    assert full == twin | {"kv_cache_space_bytes": 2**26, "prefix_caching": True}  # the same load, a smaller cache
+    assert [point["shared_prefix_tokens"] for point in reused] == [0, 16, 32]
+    assert sweep.cache_points(smoke(full_cache_space_gib=0.0)) == []
+    assert sweep.cache_points(smoke(full_cache_space_gib=0.1, base_url="http://x")) == []  # it is not ours to start
+
+
+def test_open_loop_points_state_their_rate():
+    points = [point for point, _ in sweep.open_loop_points(smoke(open_loop_rates=[0.5, 2.0]))]
+    assert [(x["loop"], x["concurrency"], x["request_rate_per_s"]) for x in points] == [
+        ("open", None, 0.5), ("open", None, 2.0),
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ from kvlab.analyse import definitions as d
 VERDICT_MIN_N = 6  # below this an interval is shown but nothing is concluded from it
 UNSTABLE, STRONGLY_UNSTABLE = 0.10, 0.25  # IQR over median
 PREFIX_HIT_LIMIT = 0.01  # share of prompt tokens found in the server's prefix cache that voids a point
+CLIENT_LAG_LIMIT = 0.01  # of the median TTFT
 LOGIT_DIFFERENCE_CAP = 1.0  # largest logit difference between arms that 16-bit rounding may explain
 PERCENTILE_MIN_N = {99: 100, 95: 20}
 
@@ -282,8 +283,8 @@ def attempts(records: list[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def void_reason(point: dict) -> str | None:
-    """Why a point's numbers do not count: its prompts were found in the server's prefix cache."""
-    share = prefix_hit_share(point)
+    """Why a point's numbers do not count: its prompts were found in the server's prefix cache, and should not be."""
+    share = None if point["point"].get("shared_prefix_tokens") else prefix_hit_share(point)
     return "prefix_hits" if share is not None and share > PREFIX_HIT_LIMIT else None
 
 
@@ -300,7 +301,7 @@ SERVING_POINT = [
     *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed",
     "kv_cache_usage_max", "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
     "client_over_server_ttft",
-    "tokens_conserved", "event_loop_lag_max_s", "void",
+    "tokens_conserved", "event_loop_lag_max_s", "client_saturated", "void",
 ]  # fmt: skip
 
 
@@ -340,6 +341,7 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
         "client_over_server_ttft": client_over_server_ttft(point, measured),
         "tokens_conserved": tokens_conserved(point, measured),
         "event_loop_lag_max_s": lag[1],
+        "client_saturated": client_saturated(point, measured),
         "void": void_reason(point),
     }
 
@@ -347,6 +349,13 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
 def most(samples: list[dict], name: str) -> float | None:
     values = [s[name] for s in samples if s.get(name) is not None]
     return max(values) if values else None
+
+
+def client_saturated(point: dict, measured: list[dict]) -> bool:
+    """The client's event loop was late by more than a hundredth of the median TTFT, half of the time."""
+    lag_s = (point.get("event_loop_lag_s") or [None])[0]
+    seen = [d.ttft_s(r) for r in measured if d.ttft_s(r) is not None]
+    return bool(lag_s and seen) and lag_s > CLIENT_LAG_LIMIT * float(np.median(seen))
 
 
 def littles_law(measured: list[dict], window: tuple[float, float] | None) -> float | None:

@@ -18,7 +18,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
 
     `source` says where the numbers came from; with `reading` the chart's computed sentence follows it.
     """
-    key, numbers = f"charts.{draw.__name__}", readings.of(getattr(draw, "reading", draw.__name__), *frames)
+    key, numbers = f"charts.{draw.__name__}", readings.of(draw, *frames)
     for each in prose.languages(language):
         images = drawing.images(draw(*frames, each))
         for extension, data in images.items():
@@ -34,7 +34,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
 
 def read(draw, *frames, language="both", source=""):
     """Displays the chart's computed sentence, or says that there is nothing to read yet."""
-    numbers = readings.of(getattr(draw, "reading", draw.__name__), *frames)
+    numbers = readings.of(draw, *frames)
     key = f"charts.{draw.__name__}.reading" if numbers else "status.no_data"
     prose.say(key, language, source=source, **(numbers or {}))
 

@@ -8,12 +8,13 @@ PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 
 
 def of(chart, *frames):
-    """{placeholder: number} for charts.<chart>'s sentences; None where the frames hold no usable row.
+    """{placeholder: number} for a chart's sentences; None where the frames hold no usable row.
 
-    `chart` is a name of this module's, or the function that a chart of another module carries as `reading`.
+    `chart` is its name, or the chart itself, which may carry a `reading` of its own.
     """
     try:
-        return (chart if callable(chart) else globals()[chart])(*frames)
+        name = getattr(chart, "__name__", chart)
+        return (getattr(chart, "reading", None) or globals()[name])(*frames)
     except (IndexError, KeyError):  # a group that the sentence needs was not measured
         return None
 

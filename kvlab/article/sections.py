@@ -147,7 +147,8 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     rows = points.sort_values(["context_length", "concurrency"]).to_dict("records")
     for row in rows:
         row["conserved"] = words[row["tokens_conserved"]]
-        row["counts"] = words[row["void"] is None and row["tokens_conserved"] is not False and not row["failed"]]
+        bad = row["void"] is not None or row["tokens_conserved"] is False or row["failed"] or row["client_saturated"]
+        row["counts"] = words[not bad]
     headings = {
         "concurrency": "label.concurrency:count",
         "context_length": "label.context_length:count",

@@ -21,7 +21,6 @@ import psutil
 
 from kvlab.measure import metrics, stream
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"
 LAG_INTERVAL_S = 0.02
 now_s = time.perf_counter
 
@@ -37,7 +36,8 @@ class Target:
         """Request line and headers as bytes; the token is read here and kept nowhere."""
         url = urlsplit(self.base_url)
         root = url.path.rstrip("/").removesuffix("/v1")
-        lines = [f"{method} {root}{path} HTTP/1.1", f"Host: {url.netloc}", "Connection: close", "Accept: */*"]
+        lines = [f"{method} {root}{path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}"]
+        lines += ["Connection: close", "Accept: */*", "Accept-Encoding: identity"]
         if self.token_variable:
             if not (token := os.environ.get(self.token_variable)):
                 raise ValueError(f"{self.token_variable}, which should hold the server's token, is not set")
@@ -66,11 +66,12 @@ class Reader(asyncio.Protocol):
 
     def connection_made(self, transport):
         self.transport, self.reads, self.failure = transport, [], None
+        self.end = stream.End()
         self.ended = asyncio.get_running_loop().create_future()
 
     def data_received(self, data):
         self.reads.append((now_s(), data))  # every arrival time of the report is taken here
-        if data.endswith(LAST_CHUNK):
+        if self.end.came(data):
             self._end(None)
             self.transport.close()
 
@@ -114,19 +115,24 @@ async def _exchange(target, sent, timeout_s, not_before_s=None):
             reader.transport.write(sent.payload)
             await reader.ended
         if reader.failure is not None:
-            sent.trouble, sent.detail = "connection", repr(reader.failure)
+            sent.trouble, sent.detail = "connection", _without_address(reader.failure)
     except TimeoutError:
         sent.trouble, sent.detail = "timeout", f"no end within {timeout_s:g} s"
     except asyncio.CancelledError:
         sent.trouble = "interrupted"
         raise
     except OSError as error:
-        sent.trouble, sent.detail = "connection", str(error)
+        sent.trouble, sent.detail = "connection", _without_address(error)
     finally:
         sent.ended_s = now_s()
         if reader is not None:
             sent.reads = reader.reads
             reader.transport.abort()
+
+
+def _without_address(error):
+    """An error's words; those of asyncio name the address, which is nobody's business."""
+    return os.strerror(error.errno) if getattr(error, "errno", None) else type(error).__name__
 
 
 # ---- loops
