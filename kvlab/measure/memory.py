@@ -94,6 +94,11 @@ def peak_bytes(device: torch.device, source: str) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
 
 
+def reserved_bytes(device: torch.device) -> int | None:
+    """Return the peak that the allocator held of a card, used or not, since `start_peak`; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def resident_set_bytes() -> int | None:
     """Return the memory of this process that is in RAM now, None where the system does not tell."""
     return _status_bytes("VmRSS")

@@ -102,6 +102,7 @@ class Worker:
         path = os.pathsep.join([str(Path(kvlab.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         threads = str(self._setup["threads"])
         environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": threads}
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts cards as NVML does
         self._errors = tempfile.TemporaryFile()
         self._child = subprocess.Popen(
             [sys.executable, "-m", "kvlab.measure.worker", json.dumps(self._setup)],
