@@ -98,12 +98,14 @@ def _only_gguf(folder: Path) -> str:
 def outline(source: ModelSource) -> SimpleNamespace:
     """Limits and shape from the model's configuration (see `weights.outline`), kept in the cache folder once read."""
     kept = paths.cache() / "outlines" / f"{_fingerprint(source)}.json"
-    if not kept.exists():
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    if "config" not in known:  # absent, or kept by an earlier kvlab
         from kvlab import weights  # torch and Transformers, seconds to load
 
+        known = weights.outline(weights.config(source))
         kept.parent.mkdir(parents=True, exist_ok=True)
-        paths.replace(kept, json.dumps(weights.outline(weights.config(source))))
-    return SimpleNamespace(**json.loads(kept.read_text()))
+        paths.replace(kept, json.dumps(known))
+    return SimpleNamespace(**known)
 
 
 def _fingerprint(source: ModelSource) -> str:

@@ -57,13 +57,13 @@ def max_positions(settings: transformers.PretrainedConfig) -> int:
 
 
 def outline(settings: transformers.PretrainedConfig) -> dict:
-    """Return what a plan needs: positions, vocabulary, special token ids and the shape of the KV cache."""
+    """Return what a plan needs: positions, vocabulary, special token ids, and `config` with the model's shape."""
     text = settings.get_text_config()
     named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     special = {i for entry in named for i in (entry if isinstance(entry, list) else [entry])} - {None}
-    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
-    shape = {name: getattr(text, name, None) for name in (*names, "head_dim", "kv_lora_rank", "vocab_size")}
-    return shape | {"max_positions": max_positions(settings), "special_token_ids": sorted(special)}
+    names = ("model_type", "vocab_size")
+    shape = {name: getattr(text, name, None) for name in names} | {"max_positions": max_positions(settings)}
+    return shape | {"special_token_ids": sorted(special), "config": json.loads(text.to_json_string(use_diff=False))}
 
 
 def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = "sdpa") -> torch.nn.Module:
