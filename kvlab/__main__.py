@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kvlab import params
+from kvlab import doctor, params
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -11,15 +11,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvlab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="measure what a profile lacks and write its page")
-    command.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    command.add_argument("--profile", default="cpu", help="name of a file in params/, or auto (default: %(default)s)")
     command.add_argument(
         "--set", action="append", default=[], metavar="name=value", help="override a parameter"
     )
+    examined = commands.add_parser("doctor", help="say whether this machine can run a profile, and what it lacks")
+    examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
     asked = parser.parse_args(arguments)
+    if asked.command == "doctor":
+        return doctor.doctor(asked.profile)
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
-        return report.report(asked.profile, asked.set)
+        return report.report(doctor.chosen(asked.profile), asked.set)
     except (params.ParameterError, report.RunInProgress) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2

@@ -153,9 +153,8 @@ def metric_names():
 
     from kvlab.measure import metrics
 
-    model = SimpleNamespace(max_model_len=2048, enforce_eager=False)
-    config = SimpleNamespace(model_config=model, observability_config=SimpleNamespace(collect_model_forward_time=False,
-                             collect_model_execute_time=False))  # fmt: skip
+    model = SimpleNamespace(max_model_len=2048, enforce_eager=True)
+    config = SimpleNamespace(model_config=model)
     for metric in vars(Metrics(["model_name"], config)).values():
         if "model_name" in getattr(metric, "_labelnames", ()) and len(metric._labelnames) == 1:
             metric.labels(model_name="a")

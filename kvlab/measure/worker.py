@@ -169,11 +169,13 @@ class _ChildSession:
     def _measured(self, primitive: str, point: dict, entropy: list[int]) -> dict:
         import numpy
 
+        from kvlab import weights
         from kvlab.measure import decoding
 
         model = self._loaded(point["attention"])
         records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
-        return {"records": [record | {"process": self._process} for record in records]}
+        known = {"process": self._process, "model_files": weights.short_hashes(self._source)}
+        return {"records": [record | known for record in records]}
 
     def _loaded(self, attention: str) -> object:
         from kvlab import weights
