@@ -45,6 +45,7 @@ class ModelSource:
 
 def resolve(model: str, revision: str = "") -> ModelSource:
     """Turn a model's name into its source, without network; raises ValueError with the nearest right form."""
+    model = _with_its_place(model)
     hub, _, rest = model.partition(":")
     hubs = {"modelscope": "modelscope", "hf": "huggingface"}
     if model == DEFAULT:
@@ -56,6 +57,18 @@ def resolve(model: str, revision: str = "") -> ModelSource:
     if model.startswith((".", "/", "~")):
         return _on_disk(model, revision)
     raise ValueError(f"unknown model {model!r}; did you mean {_nearest_form(model)!r}?")
+
+
+def _with_its_place(model: str) -> str:
+    """A folder's full name by the one it is recorded under, where this machine has resolved it before."""
+    public = paths.public_model(model)
+    note = paths.cache() / "folders" / re.sub(r"\W", "_", public)
+    if public == model:
+        return note.read_text() if re.search(r"-[0-9a-f]{6}$", model) and note.exists() else model
+    kind, colon, place = model.rpartition(":")
+    if not note.exists():
+        paths.replace(note, f"{kind}{colon}{Path(place).expanduser().resolve()}")
+    return model
 
 
 def _nearest_form(model: str) -> str:
