@@ -17,9 +17,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     examined = commands.add_parser("doctor", help="say whether this machine can run a profile, and what it lacks")
     examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    _add_predict(commands)
     asked = parser.parse_args(arguments)
     if asked.command == "doctor":
         return doctor.doctor(asked.profile)
+    if asked.command == "predict":
+        return _predict(asked)
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
@@ -36,6 +39,28 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+
+
+def _add_predict(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("predict", help="what a model would take on a machine, without measuring")
+    command.add_argument("--model", required=True, help="a well-known model's name, or what a profile's `model` takes")
+    command.add_argument("--machine", required=True, help="a10, a10g, l20, h200, or a profile that was measured")
+    command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
+    command.add_argument("--attention", default="sdpa", choices=("eager", "sdpa", "flash_attention_2"))
+    for name, default in (("context", 1024), ("output", 128), ("concurrency", 1)):
+        command.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
+
+
+def _predict(asked: argparse.Namespace) -> int:
+    from kvlab import whatif
+
+    size = (asked.context, asked.output, asked.concurrency)
+    try:
+        print("\n".join(whatif.lines(asked.model, asked.machine, asked.dtype, *size, asked.attention)))
+    except (ValueError, OSError) as error:
+        print(f"kvlab: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -168,6 +168,8 @@ def check_together(values: dict, where: str) -> None:
     for argument in REFUSED_ARGUMENTS:
         if argument in values.get("server_arguments", ""):
             raise ParameterError(f"{where}: server_arguments must not contain {argument}; leave it out")
+    if values.get("room_reserve", 0) >= 1:
+        raise ParameterError(f"{where}: room_reserve is a share of the memory, below 1")
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (

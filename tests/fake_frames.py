@@ -8,6 +8,10 @@ KV_BYTES_PER_TOKEN = 46_080
 SOURCE = "results/fake/s1b.jsonl, environment 0123abcd"
 
 
+def kv_cache_bytes(tokens, batch=1):
+    return tokens * batch * KV_BYTES_PER_TOKEN
+
+
 def noise(rng):
     return float(rng.lognormal(0, 0.03))
 
@@ -161,5 +165,5 @@ def frames_of(chart):
         "serving_by_concurrency": (requests(), points()),
         "kv_usage_by_concurrency": (points(),),
         "growth_side_by_side": (generations(), requests()),
-        "kv_bytes_by_context": (generations(), KV_BYTES_PER_TOKEN),
+        "kv_bytes_by_context": (generations(), kv_cache_bytes),
     }[chart]

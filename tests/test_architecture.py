@@ -25,7 +25,8 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "analyse": {"analyse", "records"},
     "article": {"article", "analyse", "records", "paths"},
     "report": {"article", "hub", "measure", "models", "params", "paths", "sweep"},
-    "__main__": {"doctor", "params", "report"},
+    "whatif": {"analyse", "article", "models", "paths", "records"},
+    "__main__": {"doctor", "params", "report", "whatif"},
     "__init__": set(),
 }
 FORBIDDEN = {  # room -> packages it never imports, directly or not

@@ -22,7 +22,8 @@ VARIANTS = {  # (model_type, what its configuration says)
     **{kind: (kind, SMALL) for kind in FAMILIES if kind not in ("gpt2", "gpt_bigcode", "deepseek_v2", "deepseek_v3")},
     "llama with biases": ("llama", {**SMALL, "attention_bias": True, "mlp_bias": True, "head_dim": 8}),
     "llama tied": ("llama", {**SMALL, "tie_word_embeddings": True}),
-    "qwen2 windowed late": ("qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    "qwen2 windowed late": ("qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": 16,
+                                      "max_window_layers": 2}),
     "qwen3 head_dim": ("qwen3", {**SMALL, "head_dim": 32}),
     "mistral windowed": ("mistral", {**SMALL, "sliding_window": 16}),
     "gemma2 hybrid": ("gemma2", {**SMALL, "sliding_window": 16, "head_dim": 32}),
@@ -31,7 +32,8 @@ VARIANTS = {  # (model_type, what its configuration says)
     "gpt2 inner": ("gpt2", {**GPT, "n_inner": 100, "tie_word_embeddings": False}),
     "gpt_bigcode": ("gpt_bigcode", GPT),
     "opt narrow": ("opt", {**SMALL, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "stablelm biased": ("stablelm", {**SMALL, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
+    "stablelm biased": ("stablelm", {**SMALL, "use_qkv_bias": True, "qk_layernorm": True,
+                                     "use_parallel_residual": True}),
     "phi normed": ("phi", {**SMALL, "qk_layernorm": True, "num_key_value_heads": 4}),
     "falcon grouped": ("falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon serial": ("falcon", {**SMALL, "parallel_attn": False, "multi_query": False}),
@@ -105,6 +107,15 @@ def test_the_outline_of_every_random_model_can_be_costed(architecture, tmp_path,
         return
     count = sum(w.numel() for w in model_of(weights.config(source), "meta").parameters())
     assert cost.parameters(cost.architecture(models.outline(source).config)) == count
+
+
+def test_a_kept_outline_without_a_configuration_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    source = models.resolve("random:llama")
+    models.outline(source)
+    (kept,) = (tmp_path / "outlines").iterdir()
+    kept.write_text('{"model_type": "llama", "max_positions": 1}')
+    assert models.outline(source).max_positions == 256 and models.outline(source).config["hidden_size"] == 64
 
 
 def test_a_decode_step_reads_no_untied_embedding_and_no_idle_expert():

@@ -18,6 +18,7 @@ class Block:
     linears: tuple[tuple[int, int], ...]
     vectors: int  # parameters of biases and norms
     operations: int  # kernels that eager execution launches, without those of the attention kernel
+    elementwise: int  # numbers per token that those of them read and write which multiply no matrices
     window: int | None = None  # tokens that this layer attends to; None for all
     expert: tuple[tuple[int, int], ...] = ()
     experts: int = 0
@@ -25,7 +26,7 @@ class Block:
     expansion: tuple[tuple[int, int], ...] = ()  # of latents, applied to every cached token again at each step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # told apart by identity: a cheap key of what was counted for it
 class Architecture:
     """A causal language model's shape. `latent_dim` is what latent attention needs to keep per token and layer."""
 
@@ -122,7 +123,8 @@ def architecture(config: Mapping) -> Architecture:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         near = (difflib.get_close_matches(str(kind), FAMILIES, 1, 0.5) or ["llama"])[0]
-        raise ValueError(f"no cost model for model type {kind!r} (it may have no KV cache); the nearest known is {near!r}")
+        reason = "it may have no KV cache, or layers unknown to us"
+        raise ValueError(f"no cost model for model type {kind!r} ({reason}); the nearest known is {near!r}")
     family, hidden, heads = FAMILIES[kind], _entry(config, "hidden"), _entry(config, "heads")
     shape, tied = _attention(config, hidden, heads), config.get("tie_word_embeddings", FAMILIES[kind].tied)
     blocks = tuple(_block(config, family, shape, index) for index in range(_entry(config, "layers")))
@@ -189,8 +191,9 @@ def _block(config: Mapping, family: Family, shape: dict, index: int) -> Block:
     norms = _norm_count(config, family)
     vectors = norms * _norm(family, hidden) + biases + mlp_biases + _inner_norms(config, family, shape, heads)
     linears = (*attention, *mlp)
-    operations = _operations(config, family, norms, len(linears) + len(expansion))
-    return Block(linears, vectors, operations, _window(config, family, index), expansion=expansion, **mixture)
+    kernels, passes = _elementwise(config, family, norms, shape, linears)
+    return Block(linears, vectors, len(linears) + len(expansion) + kernels, passes, _window(config, family, index),
+                 expansion=expansion, **mixture)  # fmt: skip
 
 
 def _projections(config: Mapping, family: Family, shape: dict, hidden: int, heads: int) -> tuple:
@@ -250,13 +253,16 @@ def _inner_norms(config: Mapping, family: Family, shape: dict, heads: int) -> in
     return sizes.get(family.qk_norm, 0) * shape["key_dim"]
 
 
-def _operations(config: Mapping, family: Family, norms: int, linears: int) -> int:
-    """Kernels of one layer's forward pass in eager execution, without those of the attention kernel."""
-    inner = 2 * bool(family.qk_norm or config.get("kv_lora_rank"))
+def _elementwise(config: Mapping, family: Family, norms: int, shape: dict, linears: tuple) -> tuple[int, int]:
+    """Kernels of eager execution between the matrix products, and the numbers per token that they read and write."""
+    hidden, heads = _entry(config, "hidden"), _entry(config, "heads")
+    norm, inner_norms = KERNELS[family.norm], 2 * bool(family.qk_norm or config.get("kv_lora_rank"))
     partial = config["model_type"] in ("phi", "gpt_neox", "stablelm")  # they split and join around the rotation
-    rotation, cache_update, residuals = (12 if partial else 10) * family.rotary, 2, 2
-    return (linears + (norms + inner) * KERNELS[family.norm] + rotation + cache_update + residuals
-            + family.activation + family.gated)  # fmt: skip
+    rotation = (12 if partial else 10) * family.rotary
+    kernels = (norms + inner_norms) * norm + rotation + 2 + 2 + family.activation + family.gated  # cache, residuals
+    rotated, inner = (heads + shape["kv_heads"]) * shape["key_dim"], linears[-1][0]
+    passes = 2 * norms * norm * hidden + 6 * hidden + rotation * rotated
+    return kernels, passes + (2 * family.activation + 3 * family.gated) * inner
 
 
 def _window(config: Mapping, family: Family, index: int) -> int | None:

@@ -8,6 +8,7 @@ from kvlab.analyse.architecture import Architecture, Block, architecture, known_
 
 __all__ = ["Architecture", "architecture", "known_models"]
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+BLOCK_TOKENS = 16  # vLLM's default block
 LAYOUTS = ("transformers", "engine", "expanded")
 
 
@@ -38,16 +39,18 @@ def step_weight_bytes(a: Architecture, dtype: str, batch: int = 1) -> int:
 def kv_values(a: Architecture, tokens: int, layout: str = "transformers") -> int:
     """Numbers in the cache of one sequence.
 
-    "transformers": a dynamic cache of release 5 after a forward pass; a window of W keeps W - 1 tokens, latent attention
-    keeps the latent and expands it again at each step. "engine": a window keeps W; the latent is never expanded.
-    "expanded": latent attention keeps keys and values of every head, as releases of Transformers before 5 did.
+    "transformers": a dynamic cache of release 5 after a forward pass; a window of W keeps W - 1 tokens, latent
+    attention keeps the latent and expands it again at each step. "engine": a window keeps W, the latent stays as it is.
+    "expanded": what releases of Transformers before 5 kept; every token of a window, latents as every head's keys
+    and values.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     engine = layout == "engine"
     per_token = (a.kv_heads if engine else a.stored_heads) * (a.key_dim + a.value_dim)
     per_token = a.latent_dim if a.latent_dim and layout != "expanded" else per_token
-    kept = [tokens if b.window is None else min(tokens, b.window - (not engine)) for b in a.blocks]
+    whole = layout == "expanded"
+    kept = [tokens if b.window is None or whole else min(tokens, b.window - (not engine)) for b in a.blocks]
     return per_token * sum(kept)
 
 
@@ -59,6 +62,22 @@ def kv_cache_bytes(a: Architecture, tokens: int, dtype: str, batch: int = 1, lay
 def kv_cache_bytes_per_token(a: Architecture, dtype: str, layout: str = "transformers") -> int:
     """Bytes that one token adds to the cache while no window is full yet."""
     return kv_cache_bytes(a, 1, dtype, layout=layout)
+
+
+def requests_that_fit(
+    a: Architecture, tokens: int, memory_bytes: float, reserve_bytes: float, dtype: str, kv_dtype: str | None = None
+) -> int:
+    """Requests of `tokens` tokens whose cache an engine can hold beside the weights; 0 where even these do not fit.
+
+    The cache is handed out in blocks of 16 tokens. `kv_dtype` is the cache's type where it differs from the weights'.
+    """
+    held = kv_cache_bytes(a, in_blocks(tokens), kv_dtype or dtype, layout="engine")
+    return max(0, int((memory_bytes - reserve_bytes - weight_bytes(a, dtype)) // held))
+
+
+def in_blocks(tokens: int) -> int:
+    """Tokens rounded up to whole blocks of an engine's cache."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def forward_flops(a: Architecture, tokens: int, keys: list[int] | int, batch: int = 1) -> int:
