@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import fake_nvml
+import numpy
 import pytest
 from fake_nvml import CARDS, DENIED, LOST, MIB, NOT_SUPPORTED
 
@@ -255,6 +256,23 @@ def test_a_process_that_ends_in_the_window_is_no_failure():
     with sampling.Telemetry(child.pid) as window:
         child.communicate(b"\n")
     assert window.record()["trouble"] is None
+
+
+# ---- around the measurements
+
+
+def test_an_arm_keeps_the_samples_of_its_own_window_and_a_strangers_server_has_none():
+    from kvlab import models, weights
+    from kvlab.measure import client, decoding
+
+    model = weights.load(models.resolve("random:llama"), "float32")
+    point = {"dtype": "float32", "context_length": 8, "output_tokens": 4}
+    for arm in decoding.measure_pair(model, point, numpy.random.default_rng(0)):
+        times_s = [row[0] for row in arm["telemetry"]["samples"]]
+        assert times_s[0] <= 0 and arm["arrival_times_s"][-1] <= arm["telemetry"]["window_s"] <= times_s[-1] + 1e-4
+        assert load.windows([arm])["context_length"].tolist() == [8]
+    run = client.Run(client.Target("http://127.0.0.1:9"), {"loop": "closed"}, 0, 0, 1, 1.0, None, 0.5, None)
+    assert run.telemetry is None  # the machine of somebody else's server is unknown
 
 
 # ---- in the article
