@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kvlab import params
+from kvlab import doctor, params
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -11,14 +11,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvlab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="measure what a profile lacks and write its page")
-    command.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    command.add_argument("--profile", default="cpu", help="name of a file in params/, or auto (default: %(default)s)")
     command.add_argument(
         "--set", action="append", default=[], metavar="name=value", help="override a parameter"
     )
     command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
     command.add_argument("profiles", nargs=2, metavar="profile")
+    examined = commands.add_parser("doctor", help="say whether this machine can run a profile, and what it lacks")
+    examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
     _add_predict(commands)
     asked = parser.parse_args(arguments)
+    if asked.command == "doctor":
+        return doctor.doctor(asked.profile)
     if asked.command == "predict":
         return _predict(asked)
     try:
@@ -26,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         if asked.command == "compare":
             return report.compare(*asked.profiles)
-        return report.report(asked.profile, asked.set)
+        return report.report(doctor.chosen(asked.profile), asked.set)
     except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2

@@ -53,6 +53,7 @@ class ModelSource:
 
 def resolve(model: str, revision: str = "") -> ModelSource:
     """Turn a model's name into its source, without network; raises ValueError with the nearest right form."""
+    model = _with_its_place(model)
     hub, _, rest = model.partition(":")
     hubs = {"modelscope": "modelscope", "hf": "huggingface"}
     if model == DEFAULT:
@@ -80,6 +81,18 @@ def slice_config(path: str) -> dict | None:
     if whole is None or not layers.isdigit() or not 1 <= int(layers) <= whole["num_hidden_layers"]:
         return None
     return whole | {"num_hidden_layers": int(layers), "tie_word_embeddings": True}
+
+
+def _with_its_place(model: str) -> str:
+    """A folder's full name by the one it is recorded under, where this machine has resolved it before."""
+    public = paths.public_model(model)
+    note = paths.cache() / "folders" / re.sub(r"\W", "_", public)
+    if public == model:
+        return note.read_text() if re.search(r"-[0-9a-f]{6}$", model) and note.exists() else model
+    kind, colon, place = model.rpartition(":")
+    if not note.exists():
+        paths.replace(note, f"{kind}{colon}{Path(place).expanduser().resolve()}")
+    return model
 
 
 def _nearest_form(model: str) -> str:

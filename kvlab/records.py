@@ -5,12 +5,14 @@ Raw values only. Statistics are computed on load by `kvlab.analyse`; a missing v
 
 import json
 import os
+import re
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
 SCHEMA = 1
 PROTOCOL = 1  # raised by hand when a number changes its meaning; part of the environment id
+PLACE = re.compile(r"(?<![\w/.])~?/(?:[^\s/'\"`,;:()]+/)+([^\s/'\"`,;:()]*)")  # an absolute path, its last part
 
 
 class EnvironmentMismatch(ValueError):
@@ -34,12 +36,19 @@ class Store:
             "recorded_at": datetime.now(UTC).isoformat(timespec="seconds"),
             **record,
         }
+        told = {name: without_places(record[name]) for name in ("reason", "detail") if record.get(name)}
+        record |= told  # what went wrong is told to everybody, where somebody's files are is not
         append_line(self.path, record)
         return record
 
     def load(self) -> list[dict]:
         """Records of this environment, in the order they were written."""
         return [r for r in load(self.path) if r["environment"] == self.environment["environment"]]
+
+
+def without_places(text: str) -> str:
+    """The text with every absolute path cut down to its last part."""
+    return PLACE.sub(r"\1", text)
 
 
 def append_line(path: Path, value: dict) -> None:

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from kvlab import models, params, paths, sweep
+from kvlab import hub, models, params, paths, sweep
 from kvlab.analyse import summary
 from kvlab.article import comparison, gate, prose, render, sections
 from kvlab.article.comparison import NotComparable
@@ -35,6 +35,7 @@ def report(profile: str, assignments: list[str]) -> int:
     """Measure what a profile lacks and write its page in both languages; 0, or 1 where a notebook failed."""
     values = checked(profile, assignments)
     start_s = time.monotonic()
+    fetch_model(values)
     with exclusive(profile), shown_progress(profile):
         mark_stale(profile)
         sweep.remember_parameters(values)
@@ -59,6 +60,16 @@ def checked(profile: str, assignments: list[str]) -> dict:
     except (ValueError, OSError, RuntimeError) as error:
         raise params.ParameterError(f"model: {error}") from None
     return values
+
+
+def fetch_model(values: dict) -> None:
+    """Fetch a hub's weights now, with the hub's own progress on the terminal; an interrupted fetch goes on here."""
+    source = models.resolve(values["model"], values["model_revision"])
+    if source.kind in hub.HUBS:
+        try:
+            hub.snapshot(source)
+        except ValueError as error:
+            raise params.ParameterError(f"model: {error}") from None
 
 
 def check_device(values: dict) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ SLICED_MODEL = "qwen2.5-7b"  # whose first layers stand for a large model where 
 def model_point(p: SimpleNamespace) -> dict:
     """What every point of both experiments states: model, precision and device."""
     return {
-        "model": p.model,
+        "model": paths.public_model(p.model),
         "model_revision": p.model_revision or None,
         "dtype": p.dtype,
         "device": p.device,
@@ -58,6 +59,8 @@ def begin(p: SimpleNamespace, environment: dict) -> Run:
 def remember_parameters(values: dict) -> None:
     """Keep these parameters beside the records, over those of an earlier run: the article reads them there."""
     known = parameters(values["profile"]) | values
+    known |= {"model": paths.public_model(known["model"])} if "model" in known else {}
+    known |= {"base_url": address_digest(known["base_url"])} if known.get("base_url") else {}
     text = json.dumps(known, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
     paths.replace(paths.results(values["profile"]) / "parameters.json", text)
 
@@ -142,8 +145,15 @@ def unusual(p: SimpleNamespace, *names: str) -> dict:
     usual = defaults()
     values = {name: getattr(p, name) for name in names if getattr(p, name) != usual[name]}
     if "base_url" in values:  # a server is told from another, its address is nobody's business
-        values["base_url"] = hashlib.sha256(values["base_url"].encode()).hexdigest()[:12]
+        values["base_url"] = address_digest(values["base_url"])
     return values
+
+
+def address_digest(base_url: str) -> str:
+    """What is recorded of a server's address; of a digest, itself."""
+    if re.fullmatch(r"[0-9a-f]{12}", base_url):
+        return base_url
+    return hashlib.sha256(base_url.encode()).hexdigest()[:12]
 
 
 def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_tokens: int) -> dict:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ import transformers
 from filelock import FileLock
 from transformers.utils import logging
 
-from kvlab import paths
+from kvlab import hub, paths
 from kvlab.models import RANDOM_SEED, THIN, TINY, TINY_ARCHITECTURES, ModelSource, resolve, slice_config
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,7 +36,10 @@ def config(source: ModelSource) -> transformers.PretrainedConfig:
         return transformers.CONFIG_MAPPING[written.pop("model_type")](**written)
     if source.kind == "thin":
         return _thin(config(resolve(source.name.partition(":")[2])))
-    folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
+    if source.kind in hub.HUBS:
+        folder = _local_folder(source, with_weights=False)
+    else:
+        folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
     if folder is None:
         with _quietly_offline():
             return transformers.AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file)
@@ -224,7 +226,12 @@ def file_hashes(source: ModelSource) -> dict[str, str]:
         return {}
     folder = _local_folder(source)
     names = [source.gguf_file] if source.gguf_file else ["config.json", *_names(folder, "*.safetensors")]
-    return {name: _sha256(folder / name) for name in names}
+    return {name: hub.sha256(folder / name) for name in names}
+
+
+def short_hashes(source: ModelSource) -> dict[str, str]:
+    """Return the first 16 digits of each file's hash: what a record says of the weights it was measured on."""
+    return {name: digest[:16] for name, digest in file_hashes(source).items()}
 
 
 def _names(folder: Path, pattern: str) -> list[str]:
@@ -243,29 +250,9 @@ def _file_type(source: ModelSource) -> str:
     return f"GGUF {max(sizes, key=sizes.get)}"
 
 
-@lru_cache
-def _hash_of_version(file: Path, size: int, modified_ns: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    """Return the file's hash, computed again only when its size or time of change did."""
-    return _hash_of_version(file, file.stat().st_size, file.stat().st_mtime_ns)
-
-
-def _local_folder(source: ModelSource) -> Path:
-    """Return the folder of the source's files; a hub's model is fetched into the hub's own cache first."""
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.model"]
-    if source.kind == "modelscope":
-        from modelscope import snapshot_download
-
-        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted))
-    if source.kind == "huggingface":
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted))
-    return Path(source.path)
+def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
+    """Return the folder of the source's files; a hub's model is fetched first."""
+    return hub.snapshot(source, with_weights) if source.kind in hub.HUBS else Path(source.path)
 
 
 def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path | None:
@@ -279,7 +266,7 @@ def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path
     if source.kind != "random" and not source.gguf_file:
         return _local_folder(source)
     cache = paths.cache()
-    stored = _sha256(Path(source.path) / source.gguf_file)[:12] if source.gguf_file else source.revision
+    stored = hub.sha256(Path(source.path) / source.gguf_file)[:12] if source.gguf_file else source.revision
     name = re.sub(r"[^\w.-]+", "_", f"{source.name}-{stored}-{dtype}-transformers-{transformers.__version__}")
     if not convert:
         return cache / name if _intact(cache / name) else None
@@ -306,7 +293,7 @@ def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
         model.save_pretrained(part, safe_serialization=True)
     written = _with_both_rotary_spellings(json.loads((part / "config.json").read_text()))
     (part / "config.json").write_text(json.dumps(written, indent=2))
-    files = {name: [(part / name).stat().st_size, _sha256(part / name)] for name in _names(part, "*")}
+    files = {name: [(part / name).stat().st_size, hub.sha256(part / name)] for name in _names(part, "*")}
     manifest = {"source": source.name, "dtype": dtype, "file_type": _file_type(source), "files": files}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
@@ -331,7 +318,7 @@ def _intact(folder: Path) -> bool:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return all(
-            (folder / name).stat().st_size == size and _sha256(folder / name) == digest
+            (folder / name).stat().st_size == size and hub.sha256(folder / name) == digest
             for name, (size, digest) in files.items()
         )
     except (OSError, ValueError, KeyError):

@@ -13,13 +13,14 @@ import ssl
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from urllib.parse import urlsplit
 
 import psutil
 
-from kvlab.measure import metrics, stream
+from kvlab.measure import metrics, sampling, stream
 
 LAG_INTERVAL_S = 0.02
 now_s = time.perf_counter
@@ -230,6 +231,7 @@ class Run:
     cpu_times_s: list = field(default_factory=list)
     measured_from_s: float | None = None
     ended_s: float | None = None
+    telemetry: sampling.Telemetry | None = None  # of a server of our own; another's machine is unknown
 
 
 def run_point(
@@ -292,6 +294,7 @@ async def _measure(run):
     warm, measured = run.requests[: run.warmup], run.requests[run.warmup :]
     await _closed_loop(run.target, warm, run.width, 0.0, run.timeout_s)
     run.counters.append(await _fetch_metrics(run.target))
+    run.telemetry = sampling.Telemetry(run.server_pid) if run.server_pid else None
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     beside = [
         asyncio.create_task(_watch_lag(run.lags_s)),
@@ -299,21 +302,27 @@ async def _measure(run):
     ]
     run.measured_from_s = now_s()
     try:
-        if run.point["loop"] == "open":
-            rate_per_s = run.point["request_rate_per_s"]
-            await _open_loop(run.target, measured, rate_per_s, run.seed, run.timeout_s)
-        else:
-            stagger_s = run.stagger_s
-            if stagger_s is None:
-                stagger_s = median(sent.ended_s - sent.scheduled_s for sent in warm)
-            await _closed_loop(run.target, measured, run.width, stagger_s, run.timeout_s)
-        run.ended_s = now_s()
+        with run.telemetry or nullcontext():
+            await _send(run, warm, measured)
+            run.ended_s = now_s()
     finally:
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     run.counters.append(await _fetch_metrics(run.target))
+
+
+async def _send(run, warm, measured):
+    """The measured requests, in the loop that the point asks for."""
+    if run.point["loop"] == "open":
+        rate_per_s = run.point["request_rate_per_s"]
+        await _open_loop(run.target, measured, rate_per_s, run.seed, run.timeout_s)
+    else:
+        stagger_s = run.stagger_s
+        if stagger_s is None:
+            stagger_s = median(sent.ended_s - sent.scheduled_s for sent in warm)
+        await _closed_loop(run.target, measured, run.width, stagger_s, run.timeout_s)
 
 
 def _run_in_thread(measuring):
@@ -405,4 +414,5 @@ def _point_record(run, records):
         "server_deltas": metrics.deltas(before, after),
         "event_loop_lag_s": [median(run.lags_s), max(run.lags_s)] if run.lags_s else None,
         "server_cpu_time_s": _since(cpu_after_s, cpu_before_s),
+        "telemetry": run.telemetry and run.telemetry.record(),
     }  # fmt: skip

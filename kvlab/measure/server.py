@@ -95,6 +95,7 @@ def environment(model, cpus):
     """The server's environment: no statistics sent, no network for a local model, threads bound to `cpus`."""
     variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
     variables["PYTHONUNBUFFERED"] = "1"
+    variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts cards as NVML does
     if Path(model).exists():
         variables.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     if cpus:
@@ -130,7 +131,7 @@ def gpu_memory():
     """(free, total) bytes of the visible card; None without one."""
     with telemetry.nvml() as pynvml:
         device = telemetry.handle(pynvml) if pynvml else None
-        memory = telemetry.read(pynvml, "nvmlDeviceGetMemoryInfo", device) if device else None
+        memory = telemetry.memory_info(pynvml, device) if device is not None else None
         return (memory.free, memory.total) if memory else None
 
 

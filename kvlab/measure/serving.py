@@ -58,7 +58,7 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
         timeout_s=p.request_timeout_s,
         token_variable=p.token_variable or None,
         server_pid=server.pid,
-        on_record=lambda record: keep(record | {"repetition": repetition} | about_server(record, server)),
+        on_record=lambda record: keep(record | {"repetition": repetition} | about_server(p, record, server)),
     )
     if records[-1]["reason"] == "server_gone":
         raise ServerError("server_gone", "the server died while it was measured; its log says why")
@@ -74,9 +74,16 @@ def request_counts(p: SimpleNamespace, point: dict) -> tuple[int, int]:
     return point["concurrency"], max(fewest, per_stream * point["concurrency"])
 
 
-def about_server(record: dict, server) -> dict:
-    """What the server was started with, kept once a point."""
-    return {"server": server.facts()} if record["kind"] == "point" else {}
+def about_server(p: SimpleNamespace, record: dict, server) -> dict:
+    """What the server was started with and on which files, kept once a point; of another's server nothing is known."""
+    if record["kind"] != "point":
+        return {}
+    if p.base_url:
+        return {"server": server.facts()}
+    from kvlab import weights
+
+    files = weights.short_hashes(models.resolve(p.model, p.model_revision))
+    return {"server": server.facts(), "model_files": files}
 
 
 def point_prompts(p: SimpleNamespace, point: dict, repetition: int, count: int) -> list[list[int]]:

@@ -145,6 +145,7 @@ class Worker:
         threads = str(self._setup["threads"])
         environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": threads}
         environment |= GIVES_MEMORY_BACK if self._for_memory else {}
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts cards as NVML does
         self._errors = tempfile.TemporaryFile()
         self._killed_before = _out_of_memory_kills()
         self._child = subprocess.Popen(
@@ -242,11 +243,12 @@ class _ChildSession:
     def _measured(self, primitive: str, point: dict, entropy: list[int]) -> dict:
         import numpy
 
+        from kvlab import weights
         from kvlab.measure import decoding
 
         model = self._loaded(point["attention"])
         records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
-        known = {"process": self._process} | self._stored
+        known = {"process": self._process, "model_files": weights.short_hashes(self._source)} | self._stored
         return {"records": [record | known for record in records]}
 
     def _measure_generation(self, point: dict, entropy: list[int]) -> dict:
