@@ -10,7 +10,7 @@ export SET PROFILE
 ready = command -v $(PYTHON) >/dev/null || { echo 'kvlab: there is no $(PYTHON): install Python 3.11,' \
 	'or name one with PYTHON=' >&2; exit 2; }; py="$$($(PYTHON) tools/setup_environment.py --lock $(ENV))" &&
 
-.PHONY: help report compare doctor lab test test-a10 setup
+.PHONY: help report compare doctor lab test test-a10 torture setup
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo '  make lab                     open the notebooks in JupyterLab'
 	@echo '  make test                    run all tests, the smoke profile included'
 	@echo '  make test-a10                try the A10 stack on a machine without a card (several GB)'
+	@echo '  make torture                 kill, fill, tear and hang the smoke profile at random, for at most 20 minutes'
 	@echo '  make setup                   only build the environment; the targets above do it by themselves'
 	@echo ''
 	@echo '  PYTHON=python3.11            build with this interpreter (an activated environment that has kvlab'
@@ -34,7 +35,7 @@ help:
 
 # $$SET is quoted by the shell and not spelled out by make: brackets, quotes and blanks in it arrive as typed.
 report:
-	@$(ready) "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
+	@$(ready) exec "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
 
 compare:
 	@$(ready) "$$py" -m kvlab compare "$(A)" "$(B)"
@@ -44,6 +45,9 @@ lab:
 
 test:
 	@$(ready) "$$py" -m pytest $(TESTS)
+
+torture:
+	@$(ready) "$$py" tools/torture.py $(TORTURE)
 
 setup:
 	@$(ready) echo "kvlab: ready, with $$py"

@@ -1,9 +1,23 @@
 """`python -m kvlab`: the command behind the make targets."""
 
 import argparse
+import ctypes
+import errno
+import os
+import signal
 import sys
+import warnings
 
 from kvlab import doctor, params
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process when make is killed, so that none goes on that nobody started."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
     _add_predict(commands)
     asked = parser.parse_args(arguments)
+    warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
+    if "MAKELEVEL" in os.environ:
+        end_with_parent()
     if asked.command == "doctor":
         return doctor.doctor(asked.profile)
     if asked.command == "predict":
@@ -34,9 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
-    except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
-        print(f"kvlab: cannot write results: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        mend = "free some space, the same command goes on" if full else "make it writable or set KVLAB_OUTPUT"
+        print(f"kvlab: cannot write results: {error.strerror}: {error.filename or 'a file'}; {mend}", file=sys.stderr)
+        return 1 if full else 2
     except KeyboardInterrupt:
         print(
             "\nkvlab: stopped; everything measured so far is recorded, the same command goes on",

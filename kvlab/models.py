@@ -39,6 +39,13 @@ SLICED = {  # whole architectures of which a slice is the first layers, with ran
 THIN = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": 512}  # fmt: skip
 
+LARGEST = {  # sizes in a config.json, under the names of every architecture; beyond them no model is known
+    "hidden_size": 2**18, "num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096,
+    "head_dim": 2**16, "intermediate_size": 2**21, "vocab_size": 2**24, "max_position_embeddings": 2**28,
+    "n_embd": 2**18, "n_layer": 4096, "n_head": 4096, "n_positions": 2**28, "max_seq_len": 2**28,
+    "seq_length": 2**28, "sliding_window": 2**28, "kv_lora_rank": 2**16,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -124,6 +131,8 @@ def _on_disk(model: str, revision: str) -> ModelSource:
     if not path.is_dir():
         raise ValueError(f"{model}: no such folder; it takes config.json and safetensors, or a .gguf file")
     gguf_file = None if (path / "config.json").is_file() else _only_gguf(path)
+    if gguf_file is None:
+        check_files(path)
     return ModelSource(model, "folder", str(path), gguf_file, revision or None)
 
 
@@ -132,6 +141,61 @@ def _only_gguf(folder: Path) -> str:
     if len(files) != 1:
         raise ValueError(f"{folder} needs config.json or exactly one .gguf file, found {files or 'neither'}")
     return files[0]
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError where a folder's weights are no safetensors of its own: pickled ones run code when read."""
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder.name} holds no *.safetensors; kvlab reads no pickled weights: convert them first")
+    index = folder / "model.safetensors.index.json"
+    names = read_object(index).get("weight_map", {}) if index.is_file() else {}
+    for name in names.values() if isinstance(names, dict) else [names]:
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)):
+            raise ValueError(f"{index.name}: weight_map must name files of this folder, not {str(name)[:80]!r}")
+
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file of a model; raises ValueError where it holds none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.name} holds no JSON object; take the file that came with the model")
+    return value
+
+
+def read_config(folder: Path) -> dict:
+    """A model's config.json, checked before any library sees it; raises ValueError with the key and the mend."""
+    settings = read_object(folder / "config.json")
+    if not isinstance(settings.get("model_type"), str):
+        raise ValueError("config.json: model_type must name the architecture, such as llama")
+    for part in [settings, *(value for value in settings.values() if isinstance(value, dict))]:
+        _check_sizes(part)
+    return settings
+
+
+def _check_sizes(part: dict) -> None:
+    for name, largest in LARGEST.items():
+        value = part.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= largest):
+            raise _bad(name, f"a whole number from 1 to {largest}", value)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = part.get(name)
+        if not all(i is None or type(i) is int for i in (ids if isinstance(ids, list) else [ids])):
+            raise _bad(name, "a token id, a list of them or null", ids)
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(part.get(name), dict | None):
+            raise _bad(name, "an object or null", part[name])
+    heads, width = part.get("num_attention_heads"), part.get("hidden_size")
+    if heads and width and not part.get("head_dim") and width % heads:
+        raise _bad("hidden_size", f"a multiple of num_attention_heads ({heads}) or head_dim be given", width)
+    if heads and heads % (part.get("num_key_value_heads") or 1):
+        raise _bad("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", part["num_key_value_heads"])
+
+
+def _bad(name: str, wanted: str, value: object) -> ValueError:
+    return ValueError(f"config.json: {name} must be {wanted}, not {json.dumps(value)[:80]}")
 
 
 def outline(source: ModelSource) -> SimpleNamespace:

@@ -4,6 +4,7 @@ import ast
 import difflib
 import json
 import math
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -21,11 +22,23 @@ CHOICES = {
     "caches": ("dynamic", "static"),
 }
 HIGHEST = 1_000_000
-REFUSED_ARGUMENTS = ("--trust-remote-code", "--host", "--load-format")  # no foreign code, loopback, safetensors
+UPPER = {"threads": 256, "server_threads": 256, "concurrencies": 4096, "batch_size": 4096, "repetitions": 1000,
+         "eager_repetitions": 1000, "serving_repetitions": 1000, "step_curve_repetitions": 1000,
+         "kv_cache_space_gib": 10_000, "request_timeout_s": 604_800, "startup_timeout_s": 86_400}  # fmt: skip
+LONGEST_TEXT = 1000
+# No foreign code, loopback only, safetensors only, no secret on a command line, and what kvlab sets itself.
+REFUSED_ARGUMENTS = ("trust-remote-code", "host", "load-format", "config", "middleware", "tool-parser-plugin",
+                     "worker-cls", "worker-extension-cls", "logits-processors", "uds", "api-key", "port", "model",
+                     "served-model-name")  # fmt: skip
 MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "full_cache_space_gib"}
 MAY_BE_ZERO |= {"price_per_hour"}
 MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths", "slice_layers"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+WRITTEN = {"int": "a whole number such as 2", "float": "a number such as 0.5", "bool": "true or false",
+           "str": "text (in quotes, where it looks like a number or a date)"}  # fmt: skip
+ASSIGNMENT = re.compile(
+    r"""\s*([A-Za-z_]\w*)\s*=\s*((?:"(?:\\.|[^"\\])*"|'[^']*'|[^"'\s]|\s(?!\s*[A-Za-z_]\w*\s*=))*)(?=\s|\Z)"""
+)
 
 
 class ParameterError(ValueError):
@@ -73,7 +86,10 @@ def profile_path(profile: str) -> Path:
 def load(profile: str, assignments: list[str] = ()) -> dict:
     """Values of a profile with `name=value` overrides, complete and checked; raises ParameterError."""
     path = profile_path(profile)
-    given = read_yaml(path.read_text(encoding="utf-8"), f"params/{path.name}")
+    try:
+        given = read_yaml(path.read_text(encoding="utf-8"), f"params/{path.name}")
+    except (OSError, UnicodeError):
+        raise ParameterError(f"params/{path.name} is no readable text file; write it anew in UTF-8") from None
     for text in assignments:
         given |= read_assignments(text)
     if given.pop("profile", profile) != profile:
@@ -84,34 +100,65 @@ def load(profile: str, assignments: list[str] = ()) -> dict:
 
 
 def read_assignments(text: str) -> dict:
-    """Values of `a=1 b=[2, 3]`: assignments separated by blanks, each value written as in YAML."""
-    parts = [part for part in re.split(r"(?:^|\s+)(?=[A-Za-z_]\w*\s*=)", text.strip()) if part.strip()]
-    if not parts and text.strip() or any("=" not in part for part in parts):
-        raise ParameterError(f"SET={text!r} is not of the form name=value")
-    return read_yaml("\n".join("{}: {}".format(*map(str.strip, part.split("=", 1))) for part in parts), "SET")
+    """Values of `a=1 b=[2, 3]`: assignments separated by blanks, each value written as in YAML, quotes respected."""
+    found, position, text = {}, 0, text.strip()
+    while position < len(text):
+        part = ASSIGNMENT.match(text, position) if len(text) <= 10 * LONGEST_TEXT else None
+        if part is None:
+            raise ParameterError(f"SET={shown(text)} is not of the form name=value; close every quote")
+        if part[1] in found:
+            raise ParameterError(f"SET: {part[1]} is given twice; leave one out")
+        found[part[1]] = read_value(part[2].strip(), f"SET: {part[1]}")
+        position = part.end()
+    return found
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader that refuses a key written twice."""
+    """YAML's safe loader that refuses a key written twice, and what a flat profile has no use for: & * and !."""
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
+            raise ParameterError("write the value out, without YAML's & * and !")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for k in keys:
             if keys.count(k) > 1:
-                raise ParameterError(f"{k} is given twice")
+                raise ParameterError(f"{k} is given twice; leave one out")
         return super().construct_mapping(node, deep=deep)
 
 
-def read_yaml(text: str, where: str) -> dict:
+def read_value(text: str, where: str) -> object:
+    """What YAML reads in a text; raises ParameterError in our own words, with the line where there are several."""
     try:
-        values = yaml.load(text, StrictLoader)
-    except (yaml.YAMLError, ParameterError, TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(f"{where}: {' '.join(str(error).split())}") from None
+        return yaml.load(text, StrictLoader)
+    except ParameterError as error:
+        raise ParameterError(f"{where}: {error}") from None
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        mark, lines = getattr(error, "problem_mark", None), text.splitlines()
+        number = min(mark.line, len(lines) - 1) if mark and lines else 0
+        place = f"{where}, line {number + 1}" if len(lines) > 1 else where
+        raise ParameterError(
+            f"{place}: {shown(lines[number] if lines else text)} cannot be read; close every quote and bracket, "
+            "and put text with : or # into quotes"
+        ) from None
+
+
+def read_yaml(text: str, where: str) -> dict:
+    values = read_value(text, where)
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ParameterError(f"{where} must be flat lines of `name: value`")
     return values
+
+
+def shown(value: object) -> str:
+    """A value as a sentence can quote it: on one line, and not the whole of a long one."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def from_notebook(scope: dict, notebook: str) -> SimpleNamespace:
@@ -127,7 +174,8 @@ def check(values: dict, where: str) -> None:
     known = all_declared()
     for name, value in values.items():
         if name not in known:
-            raise ParameterError(f"{where}: unknown parameter {name!r}{nearest(name, known)}")
+            mend = nearest(name, known) or f"; there are: {', '.join(known)}"
+            raise ParameterError(f"{where}: unknown parameter {shown(name)}{mend}")
         check_type(name, value, known[name][0], where)
         check_value(name, value, where)
     check_together(values, where)
@@ -142,8 +190,11 @@ def check_type(name: str, value: object, annotation: str, where: str) -> None:
     inner = re.fullmatch(r"list\[(\w+)\]", annotation)
     if inner and isinstance(value, list) and all(has_type(item, inner[1]) for item in value):
         return
-    if inner or not has_type(value, annotation):
-        raise ParameterError(f"{where}: {name} must be {annotation}, not {value!r}")
+    if inner:
+        example = '[eager, sdpa]' if inner[1] == "str" else "[1, 2]"
+        raise ParameterError(f"{where}: {name} must be a list such as {example}, not {shown(value)}")
+    if not has_type(value, annotation):
+        raise ParameterError(f"{where}: {name} must be {WRITTEN[annotation]}, not {shown(value)}")
 
 
 def has_type(value: object, annotation: str) -> bool:
@@ -157,20 +208,22 @@ def check_value(name: str, value: object, where: str) -> None:
     if value == [] and name not in MAY_BE_EMPTY:
         raise ParameterError(f"{where}: {name} is empty; give at least one value")
     if len(set(items)) != len(items):
-        raise ParameterError(f"{where}: {name} names a value twice: {value}")
+        raise ParameterError(f"{where}: {name} names a value twice: {shown(value)}; leave one out")
     for item in items:
         if name in CHOICES and item not in CHOICES[name]:
-            raise ParameterError(f"{where}: {name} must be one of {', '.join(CHOICES[name])}, not {item!r}")
+            raise ParameterError(f"{where}: {name} must be one of {', '.join(CHOICES[name])}, not {shown(item)}")
+        if isinstance(item, str) and (len(item) > LONGEST_TEXT or not item.isprintable()):
+            raise ParameterError(f"{where}: {name} must be one line of at most {LONGEST_TEXT} characters")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(item, int) else 1e-9
-            if not lowest <= item <= HIGHEST:
-                raise ParameterError(f"{where}: {name} must lie between {lowest:g} and {HIGHEST}, not {item}")
+            highest = UPPER.get(name, HIGHEST)
+            if not lowest <= item <= highest:
+                raise ParameterError(f"{where}: {name} must lie between {lowest:g} and {highest}, not {shown(item)}")
 
 
 def check_together(values: dict, where: str) -> None:
-    for argument in REFUSED_ARGUMENTS:
-        if argument in values.get("server_arguments", ""):
-            raise ParameterError(f"{where}: server_arguments must not contain {argument}; leave it out")
+    check_server_arguments(values.get("server_arguments", ""), where)
+    check_secrets(values, where)
     if values.get("room_reserve", 0) >= 1:
         raise ParameterError(f"{where}: room_reserve is a share of the memory, below 1")
     if values.get("base_url") and not re.match(r"https?://[^/\s]", values["base_url"]):
@@ -190,6 +243,30 @@ def check_together(values: dict, where: str) -> None:
         value = values.get(name, 2)
         if min(value if isinstance(value, list) else [value]) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")
+
+
+def check_server_arguments(text: str, where: str) -> None:
+    """Refuse what would undo a promise, abbreviated or with underscores too, as vLLM's own parser takes it."""
+    for word in text.split():
+        name = word.split("=")[0].removeprefix("--").split(".")[0].replace("_", "-") if word.startswith("--") else ""
+        refused = [argument for argument in REFUSED_ARGUMENTS if name and argument.startswith(name)]
+        if refused:
+            raise ParameterError(f"{where}: server_arguments must not contain --{refused[0]}; leave it out")
+
+
+def check_secrets(values: dict, where: str) -> None:
+    """Secrets come from the environment alone; what might be one is not repeated in the sentence."""
+    variable, url = values.get("token_variable", ""), values.get("base_url", "")
+    if variable and not os.environ.get(variable):
+        raise ParameterError(
+            f"{where}: token_variable is the name of an environment variable that holds the token, and there is none "
+            "of that name; export it first"
+        )
+    if "@" in url or "?" in url:
+        raise ParameterError(
+            f"{where}: base_url must hold no password and no key; put it into an environment variable and name that "
+            "in token_variable"
+        )
 
 
 def longest_sequence(values: dict) -> tuple[str, int, int]:

@@ -3,6 +3,7 @@
 Raw values only. Statistics are computed on load by `kvlab.analyse`; a missing value is null, a failure is a record.
 """
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 SCHEMA = 1
 PROTOCOL = 1  # raised by hand when a number changes its meaning; part of the environment id
 PLACE = re.compile(r"(?<![\w/.])~?/(?:[^\s/'\"`,;:()]+/)+([^\s/'\"`,;:()]*)")  # an absolute path, its last part
+NUMBERS = re.compile(r"_(s|w|bytes|tokens|lengths?|ids|margins|differences)$")  # fields of these hold numbers or null
+LISTS = ("arrival_times_s", "chunk_tokens", "input_lengths", "cache_lengths", "token_ids")
 
 
 class EnvironmentMismatch(ValueError):
@@ -53,11 +56,16 @@ def without_places(text: str) -> str:
 
 def append_line(path: Path, value: dict) -> None:
     """Append one line in a single write, then flush it to the disk."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    line = (json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)  # a full disk leaves no half of a line for the next one to join
+            raise
 
 
 def set_aside_torn_line(path: Path) -> None:
@@ -88,8 +96,8 @@ def load(path: Path) -> list[dict]:
     found, broken = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            value = json.loads(line) if line.strip() else None
-        except ValueError:
+            value = json.loads(line, parse_constant=refuse_constant) if line.strip() else None
+        except (ValueError, RecursionError):
             value = ()
         if is_record(value):
             found.append(value)
@@ -103,12 +111,31 @@ def load(path: Path) -> list[dict]:
     return found
 
 
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number that a record may hold")
+
+
 def is_record(value: object) -> bool:
     """The value has what every reader of records relies on; an environment is a record without a kind."""
-    if not isinstance(value, dict) or not isinstance(value.get("schema"), int):
+    if not isinstance(value, dict) or type(value.get("schema")) is not int:
         return False
-    needed = {"environment", "boot"} | ({"repetition", "status"} if "kind" in value else set())
-    return value["schema"] > SCHEMA or (needed <= value.keys() and isinstance(value.get("point", {}), dict))
+    if value["schema"] > SCHEMA:
+        return True
+    needed = {"environment": str, "boot": str}
+    needed |= {"kind": str, "repetition": int, "status": str} if "kind" in value else {}
+    point = value.get("point", {})
+    return (
+        all(type(value.get(name)) is kind for name, kind in needed.items())
+        and isinstance(point, dict)
+        and all(isinstance(value.get(name) or [], list) for name in LISTS)
+        and all(are_numbers(field) for name, field in [*value.items(), *point.items()] if NUMBERS.search(name))
+    )
+
+
+def are_numbers(field: object) -> bool:
+    """A number, null, or a list of them; what is nested deeper is not looked at."""
+    items = field if isinstance(field, list) else [field]
+    return all(item is None or type(item) in (int, float, list, dict) for item in items)
 
 
 def environments(folder: Path) -> list[dict]:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from filelock import FileLock, Timeout
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from kvlab import hub, models, params, paths, sweep
+from kvlab import hub, models, params, paths, records, sweep
 from kvlab.analyse import summary
 from kvlab.article import comparison, gate, prose, render, sections
 from kvlab.article.comparison import NotComparable
@@ -52,13 +53,14 @@ def checked(profile: str, assignments: list[str]) -> dict:
     """All parameters of a run; raises ParameterError before anything is loaded or written."""
     values = params.load(profile, assignments)
     check_device(values)
+    check_records(profile)
     try:
         source = models.resolve(values["model"], values["model_revision"])
         params.check_positions(values, models.outline(source).max_positions)
     except params.ParameterError:
         raise
     except (ValueError, OSError, RuntimeError) as error:
-        raise params.ParameterError(f"model: {error}") from None
+        raise params.ParameterError(f"model: {' '.join(str(error).split())}") from None
     return values
 
 
@@ -70,6 +72,21 @@ def fetch_model(values: dict) -> None:
             hub.snapshot(source)
         except ValueError as error:
             raise params.ParameterError(f"model: {error}") from None
+
+
+def check_records(profile: str) -> None:
+    """Raise ParameterError where a file of records cannot be read at all; damaged lines are for the run to report."""
+    for path in sorted(paths.results(profile).glob("*.jsonl")):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                records.load(path)
+        except ValueError as error:
+            raise params.ParameterError(str(error)) from None
+        except OSError as error:
+            raise params.ParameterError(
+                f"{paths.public(path)} cannot be read ({error.strerror}); move it away, then the run measures anew"
+            ) from None
 
 
 def check_device(values: dict) -> None:
@@ -130,6 +147,7 @@ def execute(name: str, values: dict) -> str | None:
     source, target = paths.NOTEBOOKS / f"{name}.ipynb", executed_path(values["profile"], name)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"kvlab: {name}", file=sys.stderr, flush=True)
+    read = gate.digests(paths.results(values["profile"]))
     own = [str(paths.ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(own).rstrip(os.pathsep)  # the kernel imports this checkout
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # and runs in this environment, whatever kernels the user has
@@ -150,20 +168,25 @@ def execute(name: str, values: dict) -> str | None:
         return f"{error.ename}: {error.evalue}"
     except (DeadKernelError, CellExecutionError) as error:
         return f"its kernel died ({error})"
+    executed = nbformat.read(target, as_version=4)
+    executed.metadata["kvlab"] = {"records": read}
+    nbformat.write(executed, target)
     return None
 
 
 def compare(one: str, other: str) -> int:
     """Write results/compare_<one>_<other>.<language>.html; raises NotComparable where that would mislead."""
     try:
-        runs = [sweep.last_run(params.profile_path(name).stem) for name in (one, other)]
+        for name in (one, other):
+            check_records(params.profile_path(name).stem)
+        runs = [sweep.last_run(name) for name in (one, other)]
     except FileNotFoundError as error:
         raise NotComparable(str(error)) from None
     comparison.check(*(p for _, p in runs))
     found = [{name: run.store(name).load() for name in ("s1b", "s1")} for run, _ in runs]
     tables = {
-        "s1b": comparison.on_off(*(summary.generations(records["s1b"]) for records in found)),
-        "s1": comparison.serving(*(summary.requests(records["s1"]) for records in found)),
+        "s1b": comparison.on_off(*(summary.generations(stored["s1b"]) for stored in found)),
+        "s1": comparison.serving(*(summary.requests(stored["s1"]) for stored in found)),
     }
     if not any(tables.values()):
         raise NotComparable(f"{one} and {other} have no point in common; measure the same lengths")
@@ -190,9 +213,9 @@ def contradictions(values: dict, names: set[str]) -> dict[str, str]:
     folder = paths.results(values["profile"])
     found = {}
     for name in sorted(names):
-        records = sorted(folder.glob("*.jsonl")) if name == EXECUTION_ORDER[-1] else []  # it reads them all, last
+        written = gate.digests(folder) if name == EXECUTION_ORDER[-1] else None  # it reads them all, last
         notebook = nbformat.read(executed_path(values["profile"], name), as_version=4)
-        if key := gate.problem(notebook, values, records):
+        if key := gate.problem(notebook, values, written):
             found[name] = prose.plain(key, "en")
     return found
 

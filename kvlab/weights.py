@@ -16,7 +16,17 @@ from filelock import FileLock
 from transformers.utils import logging
 
 from kvlab import hub, paths
-from kvlab.models import RANDOM_SEED, THIN, TINY, TINY_ARCHITECTURES, ModelSource, resolve, slice_config
+from kvlab.models import (
+    RANDOM_SEED,
+    THIN,
+    TINY,
+    TINY_ARCHITECTURES,
+    ModelSource,
+    check_files,
+    read_config,
+    resolve,
+    slice_config,
+)  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
@@ -42,13 +52,26 @@ def config(source: ModelSource) -> transformers.PretrainedConfig:
         folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
     if folder is None:
         with _quietly_offline():
-            return transformers.AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file)
-    settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    written = _with_both_rotary_spellings(json.loads((folder / "config.json").read_text()))
+            return transformers.AutoConfig.from_pretrained(
+                source.path, gguf_file=source.gguf_file, trust_remote_code=False)  # fmt: skip
+    written = _with_both_rotary_spellings(read_config(folder))
+    settings = _as_transformers_reads(folder, written)
     if hasattr(settings, "rope_theta") and "rope_theta" in written:  # before release 5
         settings.rope_theta = written["rope_theta"]
         settings.rope_scaling = written.get("rope_scaling")
     return settings
+
+
+def _as_transformers_reads(folder: Path, written: dict) -> transformers.PretrainedConfig:
+    architecture, release = written["model_type"], transformers.__version__
+    if architecture not in transformers.CONFIG_MAPPING:
+        own_code = "; code that comes with a model (auto_map) is never run" if "auto_map" in written else ""
+        raise ValueError(f"config.json: Transformers {release} has no architecture {architecture[:40]!r}{own_code}")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its own checks of a foreign file raise whatever they like
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"config.json: Transformers {release} refuses it ({said}); take the model's own") from None
 
 
 def _tiny_config(architecture: str) -> transformers.PretrainedConfig:
@@ -251,8 +274,11 @@ def _file_type(source: ModelSource) -> str:
 
 
 def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
-    """Return the folder of the source's files; a hub's model is fetched first."""
-    return hub.snapshot(source, with_weights) if source.kind in hub.HUBS else Path(source.path)
+    """Return the folder of the source's files, checked; a hub's model is fetched first."""
+    folder = hub.snapshot(source, with_weights) if source.kind in hub.HUBS else Path(source.path)
+    if source.kind in hub.HUBS and with_weights:
+        check_files(folder)
+    return folder
 
 
 def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path | None:
@@ -286,7 +312,9 @@ def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
         model = _from_gguf(source, dtype)
         with _quietly_offline():
             reader = transformers.AutoTokenizer
-            reader.from_pretrained(source.path, gguf_file=source.gguf_file).save_pretrained(part)
+            tokenizer = reader.from_pretrained(source.path, gguf_file=source.gguf_file, trust_remote_code=False)
+            tokenizer.chat_template = None  # not needed, and its names would become names of files
+            tokenizer.save_pretrained(part)
     else:
         model = _random_model(config(source), _dtype_keyword(dtype))
     with _quietly_offline():
@@ -307,7 +335,7 @@ def _from_gguf(source: ModelSource, dtype: str) -> torch.nn.Module:
         plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _quietly_offline():
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            source.path, gguf_file=source.gguf_file, local_files_only=True,
+            source.path, gguf_file=source.gguf_file, local_files_only=True, trust_remote_code=False,
             **plain, **_dtype_keyword(dtype))  # fmt: skip
     model.config.__dict__.pop("quantization_config", None)  # nothing in the folder is quantised any more
     return model

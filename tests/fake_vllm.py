@@ -48,12 +48,19 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def may_ask(self):
+        return self.headers["Authorization"] == f"Bearer {os.environ['VLLM_API_KEY']}"
+
     def do_GET(self):
+        if self.path.startswith("/v1") and not self.may_ask():
+            return self.answer({"error": "Unauthorized"}, 401)
         names = options.served_model_name
         self.answer({"data": [{"id": name} for name in names]} if self.path == "/v1/models" else {})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.may_ask():
+            return self.answer({"error": "Unauthorized"}, 401)
         if options.fake == "never":
             time.sleep(600)
         if options.fake == "slow":

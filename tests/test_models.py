@@ -41,6 +41,7 @@ def test_a_wrong_name_is_answered_with_the_nearest_right_one(wrong, right):
 
 def test_every_form_of_a_name_resolves_without_network(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     names = ["modelscope:Qwen/Qwen2.5-7B", "hf:Qwen/Qwen2.5-7B", "random:qwen2", str(tmp_path)]
     assert [models.resolve(name).kind for name in names] == ["modelscope", "huggingface", "random", "folder"]
     assert models.resolve("hf:Qwen/Qwen2.5-7B-Instruct", "abc123").revision == "abc123"

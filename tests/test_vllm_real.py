@@ -20,11 +20,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"),
 ]
 NOTEBOOK = """
-import json, sys
+import json, os, sys
 from kvlab.measure.server import VllmServer
 folder, log_path = sys.argv[1:]
 with VllmServer(folder, "smol", 640, "float32", True, 96 * 2**20, log_path=log_path) as server:
     said = {"base_url": server.base_url, "port": server.port, "pid": server.pid, **server.facts()}
+    said["token"] = os.environ[server.token_variable]
     print(json.dumps(said), flush=True)
     sys.stdin.read()
 """
@@ -55,7 +56,9 @@ def measure(said, concurrency, context_length, output_tokens, per_stream):
         prompts.token_ids(context_length, concurrency, index, 49152)
         for index in range(concurrency * (1 + per_stream))
     ]
-    records = client.run_point(said["base_url"], "smol", point, asked, 5, server_pid=said["pid"])
+    os.environ[server.TOKEN_VARIABLE] = said["token"]
+    records = client.run_point(said["base_url"], "smol", point, asked, 5, server_pid=said["pid"],
+                               token_variable=server.TOKEN_VARIABLE)  # fmt: skip
     return [record for record in records if record.get("phase") == "measured"], records[-1]
 
 

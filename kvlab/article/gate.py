@@ -1,15 +1,20 @@
 """The gate before a page: outputs, parameters and records must come from one and the same run."""
 
-from datetime import datetime
+import hashlib
 from pathlib import Path
 
 import nbformat
 
 
-def problem(notebook: nbformat.NotebookNode, values: dict, records: list[Path]) -> str | None:
+def digests(folder: Path) -> dict[str, str]:
+    """Name -> SHA-256 of every record file of a results folder: what they hold counts, not what a clock says."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.jsonl"))}
+
+
+def problem(notebook: nbformat.NotebookNode, values: dict, records: dict[str, str] | None) -> str | None:
     """Why an executed notebook does not show the run it belongs to, as the key of a sentence; None when it does.
 
-    `values` are the run's parameters, `records` the files that were appended to before the notebook read them.
+    `values` are the run's parameters, `records` the `digests` of the files that this notebook has to have read.
     """
     run, notes = notebook.metadata.get("papermill", {}), [c.metadata.get("papermill", {}) for c in notebook.cells]
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
@@ -21,5 +26,5 @@ def problem(notebook: nbformat.NotebookNode, values: dict, records: list[Path]) 
         return "gate.out_of_order"
     if any(values.get(name) != value for name, value in run.get("parameters", {}).items()):
         return "gate.other_parameters"
-    ended_s = datetime.fromisoformat(run["end_time"]).timestamp() if run.get("end_time") else 0.0
-    return "gate.records_newer" if any(path.stat().st_mtime > ended_s for path in records) else None
+    read = notebook.metadata.get("kvlab", {}).get("records")
+    return "gate.records_newer" if records is not None and records != read else None

@@ -23,6 +23,7 @@ LISTING_TIMEOUT_S, TOKEN_TIMEOUT_S = 2.0, 10.0
 REPORT_INTERVAL_S = 10.0
 GPU_MEMORY_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 12
+TOKEN_VARIABLE = "KVLAB_SERVER_TOKEN"  # where this process keeps the token of the server it started
 
 KV_FITS = "the KV cache holds no context of {0} tokens; {1} fit: set max_model_len to {1} or give it more"
 # kind of failure, what the log says, the sentence for the user ({0}, {1}: what the pattern caught)
@@ -146,7 +147,8 @@ class VllmServer:
     """A vLLM server of our own for the length of a `with` block; entering waits until it has made a token.
 
     `threads`: OMP threads of a CPU build. `launcher`: the command that precedes the arguments. Raises
-    ServerError. A guard process ends the server however this process ends, by SIGKILL too.
+    ServerError. It listens on loopback and serves only who has its token, which this process keeps in its
+    environment variable `token_variable`. A guard process ends the server however this process ends, by SIGKILL too.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class VllmServer:
         }  # fmt: skip
         self.port = free_port()
         self.base_url = f"http://{HOST}:{self.port}"
+        self.token_variable, self._token = TOKEN_VARIABLE, uuid.uuid4().hex
         self._secret_name = f"kvlab-{uuid.uuid4().hex[:12]}"  # a second model name, known to our process only
         names = (served_name, self._secret_name)
         launcher = launcher or (sys.executable, "-m", MODULE)
@@ -219,14 +222,16 @@ class VllmServer:
                 os.killpg(self.pid, signal.SIGKILL)
         self._guard.stdout.close()
         self._guard = None
+        os.environ.pop(self.token_variable, None)
 
     def _start(self):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        os.environ[self.token_variable] = self._token
         with open(self.log_path, "wb") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, guard.__file__, *self.command], start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env=environment(self.model_folder, self.cpus),
+                env=environment(self.model_folder, self.cpus) | {"VLLM_API_KEY": self._token},
             )  # fmt: skip
         self.pid = int(self._guard.stdout.readline() or 0) or None
 
@@ -274,13 +279,16 @@ class VllmServer:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            connection.request(method, path, payload, self._headers())
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
             return None, ""
         finally:
             connection.close()
+
+    def _headers(self):
+        return {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
 
     def _failure(self, kind, sentence):
         """The ServerError of a start that failed; of an exit, the log may tell more than that it happened."""

@@ -18,7 +18,8 @@ def open_server(
     With `small_cache` it is the one for `sweep.cache_points`: a cache of `full_cache_space_gib`, prefixes kept.
     """
     if p.base_url:
-        return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=lambda: {}))
+        return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=dict,
+                                           token_variable=p.token_variable or None))  # fmt: skip
     space_gib = p.full_cache_space_gib if small_cache else p.kv_cache_space_gib
     return VllmServer(
         served_folder(p),
@@ -56,7 +57,7 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
         p.seed + repetition,
         warmup=warmup,
         timeout_s=p.request_timeout_s,
-        token_variable=p.token_variable or None,
+        token_variable=server.token_variable,
         server_pid=server.pid,
         on_record=lambda record: keep(record | {"repetition": repetition} | about_server(p, record, server)),
     )
