@@ -26,6 +26,8 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "article": {"article", "analyse", "records", "paths"},
     "report": {"analyse", "article", "hub", "measure", "models", "params", "paths", "sweep"},
     "whatif": {"analyse", "article", "models", "paths", "records"},
+    "explore": {"analyse", "article", "measure", "models", "params", "paths", "prompts", "report", "sweep", "weights",
+                "whatif"},
     "__main__": {"doctor", "params", "report", "whatif"},
     "__init__": set(),
 }

@@ -72,6 +72,7 @@ class Case:
     attention: str = "sdpa"
     cache: str = "dynamic"
     stack: str = "transformers"
+    kv_dtype: str | None = None  # of the cache, where it is narrower than the weights
     all_logits: bool = False  # a prefill that computes the logits of every position
 
 
@@ -117,14 +118,15 @@ def work(c: Case, tokens: int, cached: int) -> Work:
     operations = sum(b.operations + ATTENTION_KERNELS[c.attention] for b in a.blocks)
     launches, linears = a.layers * fused if fused else operations, sum(len(b.linears) for b in a.blocks)
     passes = sum(b.elementwise for b in a.blocks) * launches / operations
-    copied = 0 if engine else cost.cache_copy_bytes(a, cached, c.dtype, c.attention, c.cache, c.batch)
+    held = c.kv_dtype or c.dtype
+    copied = 0 if engine else cost.cache_copy_bytes(a, cached, held, c.attention, c.cache, c.batch)
     return Work(
         layers=a.layers, rows=rows, product_flops=flops - attention, attention_flops=skipped * attention,
         weight_bytes=cost.step_weight_bytes(a, c.dtype, rows),
         score_bytes=SCORE_PASSES[size] * a.layers * score_numbers * size, score_tensor_bytes=score_numbers * size,
         elementwise_bytes=passes * rows * size,
         elementwise_tensor_bytes=rows * size * a.blocks[0].linears[-1][0],
-        cache_bytes=cost.kv_cache_bytes(a, cached, c.dtype, c.batch, "engine" if engine else "transformers"),
+        cache_bytes=cost.kv_cache_bytes(a, cached, held, c.batch, "engine" if engine else "transformers"),
         copied_bytes=copied, launches=launches, small_kernels=launches - min(linears, launches // 2),
     )  # fmt: skip
 
@@ -235,6 +237,7 @@ QUANTITIES: dict[str, Callable] = {
     "total_speedup": total_speedup, "throughput_tokens_per_s": throughput_tokens_per_s,
     "e2e_per_token_s": e2e_per_token_s,
     "tpot_no_cache_s": lambda m, c: tpot_s(m, c, use_cache=False),
+    "total_no_cache_s": lambda m, c: total_s(m, c, use_cache=False),
 }  # fmt: skip
 
 
