@@ -1,10 +1,12 @@
 """How far our client's TTFT and TPOT lie from a server's own log, and what a token costs it.
 
-`python benchmarks/client_fidelity.py [STREAMS...]`: a server that writes its first token after 50 ms and
-63 more 20 ms apart, four requests per stream; server and client on a CPU each. Sends are spread over one
-request's duration, then all at once. Needs a quiet machine: the load average is printed beside the numbers.
+`python benchmarks/client_fidelity.py [STREAMS...] [--peers vllm aiperf guidellm]`: a server that writes its
+first token after 50 ms and 63 more 20 ms apart, four requests per stream; server and client on a CPU each. Sends
+are spread over one request's duration, then all at once. Peers do the same in one go, ours first. Needs a quiet
+machine: the load average is printed beside the numbers.
 """
 
+import argparse
 import base64
 import json
 import os
@@ -16,6 +18,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+import peers
+
+from kvlab import models, weights
 from kvlab.analyse import definitions
 from kvlab.measure import client
 
@@ -23,6 +28,7 @@ REPLAY_SERVER = Path(__file__).parents[1] / "tests" / "replay_server.py"
 FIRST_MS, STEP_MS, TOKENS = 50, 20, 64
 DURATION_S = (FIRST_MS + STEP_MS * (TOKENS - 1)) / 1000
 REQUESTS_PER_STREAM = 4
+ENOUGH_TOKENS = 30_000  # below, a peer's CPU time is that of its start
 
 
 def event(index):
@@ -34,7 +40,8 @@ def event(index):
 
 def script():
     writes = [(FIRST_MS + STEP_MS * i, event(i)) for i in range(TOKENS)]
-    writes.append((writes[-1][0], b"data: [DONE]\n\n"))
+    usage = {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": TOKENS, "total_tokens": TOKENS + 8}}
+    writes.append((writes[-1][0], b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n"))
     writes = [(at_ms, base64.b64encode(content).decode()) for at_ms, content in writes]
     headers = {"content-type": "text/event-stream"}
     return {"status": 200, "headers": headers, "writes": writes, "close": "clean"}
@@ -58,17 +65,45 @@ def measure(base_url, streams, stagger_s):
         tpot_s = (written_s[TOKENS - 1] - written_s[0]) / (TOKENS - 1)
         tpot_errors.append(definitions.tpot_s(record) / tpot_s - 1)
     return {
-        "streams": streams,
-        "sends": "spread" if stagger_s else "at once",
+        "client": "kvlab", "streams": streams, "sends": "spread" if stagger_s else "at once",
         "ttft_error_ms_mean": 1000 * statistics.fmean(ttft_errors_s),
         "ttft_error_ms_p99": 1000 * statistics.quantiles(ttft_errors_s, n=100, method="inclusive")[98],
         "tpot_error_percent_mean": 100 * statistics.fmean(tpot_errors),
         "cpu_us_per_token": 1e6 * cpu_s / (len(prompts) * TOKENS),
         "lag_ms_max": 1000 * records[-1]["event_loop_lag_s"][1],
-    }
+    }  # fmt: skip
 
 
-def main(levels):
+def measure_peer(name, base_url, streams, spread_s, tokenizer, folder):
+    """The same row for a peer, as far as it tells: the server's answers are all alike, so their mean is the truth.
+
+    A peer does not say which request was which, so p99 is against that mean, and it carries its own start: the CPU
+    time of a run of a single request is taken off.
+    """
+
+    def load(streams, requests, spread_s):
+        return peers.Load(base_url, "m", tokenizer, streams, requests, 8, TOKENS, spread_s)
+
+    idle_s = peers.run(name, load(1, 1, 0.0), folder / "idle").cpu_s
+    requests = streams * REQUESTS_PER_STREAM
+    tokens = requests * TOKENS
+    said = peers.run(name, load(streams, requests, spread_s), folder / "run")
+    with urllib.request.urlopen(base_url + "/log") as answer:
+        log = json.load(answer)[-requests:]
+    true_ttft_s = statistics.fmean(entry["write_times_s"][0] - entry["received_s"] for entry in log)
+    spans_s = [entry["write_times_s"][TOKENS - 1] - entry["write_times_s"][0] for entry in log]
+    errors_s = [ttft_s - true_ttft_s for ttft_s in said.ttft_s]
+    return {
+        "client": name, "streams": streams, "sends": "spread" if spread_s else "at once",
+        "ttft_error_ms_mean": 1000 * statistics.fmean(errors_s),
+        "ttft_error_ms_p99": 1000 * statistics.quantiles(errors_s, n=100, method="inclusive")[98],
+        "tpot_error_percent_mean": 100 * (statistics.fmean(said.tpot_s) * (TOKENS - 1) / statistics.fmean(spans_s) - 1),
+        "cpu_us_per_token": 1e6 * (said.cpu_s - idle_s) / tokens if tokens >= ENOUGH_TOKENS else None,
+    }  # fmt: skip
+
+
+def main(levels, names):
+    tokenizer = weights.served_folder(models.resolve(models.DEFAULT), "float32") if names else None
     cpus = sorted(os.sched_getaffinity(0))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([script()], file)
@@ -80,14 +115,23 @@ def main(levels):
             os.sched_setaffinity(0, cpus[:1])
             base_url = f"http://127.0.0.1:{int(server.stdout.readline())}"
             for streams in levels:
-                for stagger_s in (DURATION_S, 0.0):
-                    row = measure(base_url, streams, stagger_s)
-                    row["load_average"] = os.getloadavg()[0]
-                    print(json.dumps(row, default=str), flush=True)
+                for spread_s in (DURATION_S, 0.0):
+                    show(measure(base_url, streams, spread_s))
+                    for name in names:
+                        with tempfile.TemporaryDirectory() as folder:
+                            show(measure_peer(name, base_url, streams, spread_s, tokenizer, Path(folder)))
         finally:
             server.kill()
             server.wait()
 
 
+def show(row):
+    print(json.dumps(row | {"load_average": os.getloadavg()[0]}), flush=True)
+
+
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or [16, 128, 512])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peers", nargs="+", choices=peers.NAMES, default=[])
+    parser.add_argument("streams", nargs="*", type=int)
+    options = parser.parse_args()
+    main(options.streams or [16, 128, 512], options.peers)

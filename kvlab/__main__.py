@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 
-from kvlab import params
+from kvlab import doctor, params
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,22 +25,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvlab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="measure what a profile lacks and write its page")
-    command.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    command.add_argument("--profile", default="cpu", help="name of a file in params/, or auto (default: %(default)s)")
     command.add_argument(
         "--set", action="append", default=[], metavar="name=value", help="override a parameter"
     )
     command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
     command.add_argument("profiles", nargs=2, metavar="profile")
+    examined = commands.add_parser("doctor", help="say whether this machine can run a profile, and what it lacks")
+    examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
+    _add_predict(commands)
     asked = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
     if "MAKELEVEL" in os.environ:
         end_with_parent()
+    if asked.command == "doctor":
+        return doctor.doctor(asked.profile)
+    if asked.command == "predict":
+        return _predict(asked)
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
         if asked.command == "compare":
             return report.compare(*asked.profiles)
-        return report.report(asked.profile, asked.set)
+        return report.report(doctor.chosen(asked.profile), asked.set)
     except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
@@ -55,6 +62,28 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+
+
+def _add_predict(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("predict", help="what a model would take on a machine, without measuring")
+    command.add_argument("--model", required=True, help="a well-known model's name, or what a profile's `model` takes")
+    command.add_argument("--machine", required=True, help="a card such as a10 or h200, or a profile that was measured")
+    command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
+    command.add_argument("--attention", default="sdpa", choices=("eager", "sdpa", "flash_attention_2"))
+    for name, default in (("context", 1024), ("output", 128), ("concurrency", 1)):
+        command.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
+
+
+def _predict(asked: argparse.Namespace) -> int:
+    from kvlab import whatif
+
+    size = (asked.context, asked.output, asked.concurrency)
+    try:
+        print("\n".join(whatif.lines(asked.model, asked.machine, asked.dtype, *size, asked.attention)))
+    except (ValueError, OSError) as error:
+        print(f"kvlab: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,14 @@ TINY_ARCHITECTURES = {  # what differs from TINY, by Transformers' own model_typ
                     "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2},
     "mamba": {"state_size": 8},
 }  # fmt: skip
+SLICED = {  # whole architectures of which a slice is the first layers, with random weights
+    "qwen2.5-7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+                   "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+                   "use_sliding_window": False, "tie_word_embeddings": False},
+}  # fmt: skip
+THIN = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": 512}  # fmt: skip
 
 LARGEST = {  # sizes in a config.json, under the names of every architecture; beyond them no model is known
     "hidden_size": 2**18, "num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096,
@@ -44,7 +52,7 @@ class ModelSource:
     """Where a model's files are; `path` is a folder, a hub's ORG/NAME or an architecture."""
 
     name: str
-    kind: str  # "package", "folder", "modelscope", "huggingface" or "random"
+    kind: str  # "package", "folder", "modelscope", "huggingface", "random", "slice" or "thin"
     path: str
     gguf_file: str | None = None
     revision: str | None = None
@@ -52,6 +60,7 @@ class ModelSource:
 
 def resolve(model: str, revision: str = "") -> ModelSource:
     """Turn a model's name into its source, without network; raises ValueError with the nearest right form."""
+    model = _with_its_place(model)
     hub, _, rest = model.partition(":")
     hubs = {"modelscope": "modelscope", "hf": "huggingface"}
     if model == DEFAULT:
@@ -60,13 +69,43 @@ def resolve(model: str, revision: str = "") -> ModelSource:
         return ModelSource(model, hubs[hub], rest, revision=revision or None)
     if hub == "random" and (rest in TINY_ARCHITECTURES or (Path(rest) / "config.json").is_file()):
         return ModelSource(model, "random", rest, revision=f"seed-{RANDOM_SEED}")
+    if hub == "slice" and slice_config(rest):
+        return ModelSource(model, "slice", rest, revision=f"seed-{RANDOM_SEED}")
+    if hub == "thin":
+        return replace(resolve(rest, revision), name=model, kind="thin")
     if model.startswith((".", "/", "~")):
         return _on_disk(model, revision)
     raise ValueError(f"unknown model {model!r}; did you mean {_nearest_form(model)!r}?")
 
 
+def slice_config(path: str) -> dict | None:
+    """Configuration of `NAME/LAYERS`: the first layers of a known architecture; None where that is no slice.
+
+    The head is tied to the embedding: the embedding's rows are only looked up, and one matrix for both saves memory.
+    """
+    name, _, layers = path.partition("/")
+    whole = SLICED.get(name)
+    if whole is None or not layers.isdigit() or not 1 <= int(layers) <= whole["num_hidden_layers"]:
+        return None
+    return whole | {"num_hidden_layers": int(layers), "tie_word_embeddings": True}
+
+
+def _with_its_place(model: str) -> str:
+    """A folder's full name by the one it is recorded under, where this machine has resolved it before."""
+    public = paths.public_model(model)
+    note = paths.cache() / "folders" / re.sub(r"\W", "_", public)
+    if public == model:
+        return note.read_text() if re.search(r"-[0-9a-f]{6}$", model) and note.exists() else model
+    kind, colon, place = model.rpartition(":")
+    if not note.exists():
+        paths.replace(note, f"{kind}{colon}{Path(place).expanduser().resolve()}")
+    return model
+
+
 def _nearest_form(model: str) -> str:
     hub, _, rest = model.rpartition(":")
+    if hub == "slice":
+        return f"slice:{(difflib.get_close_matches(rest.split('/')[0], SLICED, 1, 0) or [*SLICED])[0]}/4"
     if hub == "random":
         return "random:" + (difflib.get_close_matches(rest, TINY_ARCHITECTURES, 1, 0) or ["llama"])[0]
     if Path(model).expanduser().exists():
@@ -162,12 +201,14 @@ def _bad(name: str, wanted: str, value: object) -> ValueError:
 def outline(source: ModelSource) -> SimpleNamespace:
     """Limits and shape from the model's configuration (see `weights.outline`), kept in the cache folder once read."""
     kept = paths.cache() / "outlines" / f"{_fingerprint(source)}.json"
-    if not kept.exists():
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    if "config" not in known:  # absent, or kept by an earlier kvlab
         from kvlab import weights  # torch and Transformers, seconds to load
 
+        known = weights.outline(weights.config(source))
         kept.parent.mkdir(parents=True, exist_ok=True)
-        paths.replace(kept, json.dumps(weights.outline(weights.config(source))))
-    return SimpleNamespace(**json.loads(kept.read_text()))
+        paths.replace(kept, json.dumps(known))
+    return SimpleNamespace(**known)
 
 
 def _fingerprint(source: ModelSource) -> str:

@@ -19,6 +19,7 @@ CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "attention_kernels": ("eager", "sdpa"),
+    "caches": ("dynamic", "static"),
 }
 HIGHEST = 1_000_000
 UPPER = {"threads": 256, "server_threads": 256, "concurrencies": 4096, "batch_size": 4096, "repetitions": 1000,
@@ -29,7 +30,9 @@ LONGEST_TEXT = 1000
 REFUSED_ARGUMENTS = ("trust-remote-code", "host", "load-format", "config", "middleware", "tool-parser-plugin",
                      "worker-cls", "worker-extension-cls", "logits-processors", "uds", "api-key", "port", "model",
                      "served-model-name")  # fmt: skip
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions"}
+MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "full_cache_space_gib"}
+MAY_BE_ZERO |= {"price_per_hour"}
+MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths", "slice_layers"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 WRITTEN = {"int": "a whole number such as 2", "float": "a number such as 0.5", "bool": "true or false",
            "str": "text (in quotes, where it looks like a number or a date)"}  # fmt: skip
@@ -202,7 +205,7 @@ def has_type(value: object, annotation: str) -> bool:
 
 def check_value(name: str, value: object, where: str) -> None:
     items = value if isinstance(value, list) else [value]
-    if value == [] and name != "concurrencies":
+    if value == [] and name not in MAY_BE_EMPTY:
         raise ParameterError(f"{where}: {name} is empty; give at least one value")
     if len(set(items)) != len(items):
         raise ParameterError(f"{where}: {name} names a value twice: {shown(value)}; leave one out")
@@ -221,15 +224,24 @@ def check_value(name: str, value: object, where: str) -> None:
 def check_together(values: dict, where: str) -> None:
     check_server_arguments(values.get("server_arguments", ""), where)
     check_secrets(values, where)
+    if values.get("room_reserve", 0) >= 1:
+        raise ParameterError(f"{where}: room_reserve is a share of the memory, below 1")
+    if values.get("base_url") and not re.match(r"https?://[^/\s]", values["base_url"]):
+        raise ParameterError(f"{where}: base_url must begin with http:// or https://, not {values['base_url']!r}")
+    if max(values.get("shared_prefix_lengths") or [0]) >= values.get("reuse_context_length", 1):
+        raise ParameterError(f"{where}: shared_prefix_lengths must lie below reuse_context_length")
     if values.get("output_jitter", 0) >= 1:
         raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
     for name in (
         "output_tokens",
+        "output_lengths",
         "long_context_output_tokens",
         "step_curve_output_tokens",
         "serving_output_tokens",
+        "slice_output_tokens",
     ):
-        if values.get(name, 2) < 2:
+        value = values.get(name, 2)
+        if min(value if isinstance(value, list) else [value]) < 2:
             raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")
 
 
@@ -268,6 +280,8 @@ def longest_sequence(values: dict) -> tuple[str, int, int]:
         ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])
     ]
     candidates += [("serving_context_length", values["serving_context_length"], served)]
+    candidates += [("output_lengths_context", values["output_lengths_context"], max(values["output_lengths"]))]
+    candidates += [("reuse_context_length", values["reuse_context_length"], 2)] * bool(values["full_cache_space_gib"])
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 
 

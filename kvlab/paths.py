@@ -1,5 +1,6 @@
 """Where everything lives: the one place that builds a path."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -41,3 +42,13 @@ def public(path: str | Path) -> str:
         if path.is_relative_to(root):
             return str(path.relative_to(root))
     return path.name
+
+
+def public_model(model: str) -> str:
+    """A model's name as it may be recorded: a folder by its last part and a few digits that tell it from others."""
+    kind, _, place = model.rpartition(":")
+    if not place.startswith((".", "/", "~")):
+        return model
+    path = Path(place).expanduser().resolve()
+    name = f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+    return f"{kind}:{name}" if kind else name

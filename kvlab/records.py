@@ -13,9 +13,9 @@ from pathlib import Path
 
 SCHEMA = 1
 PROTOCOL = 1  # raised by hand when a number changes its meaning; part of the environment id
+PLACE = re.compile(r"(?<![\w/.])~?/(?:[^\s/'\"`,;:()]+/)+([^\s/'\"`,;:()]*)")  # an absolute path, its last part
 NUMBERS = re.compile(r"_(s|w|bytes|tokens|lengths?|ids|margins|differences)$")  # fields of these hold numbers or null
 LISTS = ("arrival_times_s", "chunk_tokens", "input_lengths", "cache_lengths", "token_ids")
-DONE = ("ok", "out_of_memory")  # what a rerun does not measure again
 
 
 class EnvironmentMismatch(ValueError):
@@ -39,12 +39,19 @@ class Store:
             "recorded_at": datetime.now(UTC).isoformat(timespec="seconds"),
             **record,
         }
+        told = {name: without_places(record[name]) for name in ("reason", "detail") if record.get(name)}
+        record |= told  # what went wrong is told to everybody, where somebody's files are is not
         append_line(self.path, record)
         return record
 
     def load(self) -> list[dict]:
         """Records of this environment, in the order they were written."""
         return [r for r in load(self.path) if r["environment"] == self.environment["environment"]]
+
+
+def without_places(text: str) -> str:
+    """The text with every absolute path cut down to its last part."""
+    return PLACE.sub(r"\1", text)
 
 
 def append_line(path: Path, value: dict) -> None:
@@ -145,6 +152,11 @@ def remember_environment(folder: Path, environment: dict) -> None:
     same = known and all(known[-1].get(key) == environment[key] for key in ("environment", "boot"))
     if not same:
         append_line(folder / "environments.jsonl", {"schema": SCHEMA, **environment})
+
+
+def done(record: dict) -> bool:
+    """The record needs no rerun: it is valid, or memory ran out where that had been announced."""
+    return record["status"] == "ok" or record["status"] == "out_of_memory" and record.get("announced", True)
 
 
 def of_one_environment(records: list[dict]) -> list[dict]:

@@ -15,13 +15,16 @@ from filelock import FileLock, Timeout
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from kvlab import models, params, paths, records, sweep
+from kvlab import hub, models, params, paths, records, sweep
 from kvlab.analyse import summary
 from kvlab.article import comparison, gate, prose, render, sections
 from kvlab.article.comparison import NotComparable
 from kvlab.measure import telemetry
 
-EXECUTION_ORDER = ("01_machine", "02_vllm_serving", "03_kv_cache_on_off", "05_kv_cache_memory", "00_article")
+EXECUTION_ORDER = (
+    "01_machine", "02_vllm_serving", "03_kv_cache_on_off", "04_tpot_anatomy", "05_kv_cache_memory", "06_cpu_vs_gpu",
+    "00_article",
+)  # fmt: skip
 PAGE_ORDER = tuple(sorted(EXECUTION_ORDER))
 
 
@@ -33,6 +36,7 @@ def report(profile: str, assignments: list[str]) -> int:
     """Measure what a profile lacks and write its page in both languages; 0, or 1 where a notebook failed."""
     values = checked(profile, assignments)
     start_s = time.monotonic()
+    fetch_model(values)
     with exclusive(profile), shown_progress(profile):
         mark_stale(profile)
         sweep.remember_parameters(values)
@@ -58,6 +62,16 @@ def checked(profile: str, assignments: list[str]) -> dict:
     except (ValueError, OSError, RuntimeError) as error:
         raise params.ParameterError(f"model: {' '.join(str(error).split())}") from None
     return values
+
+
+def fetch_model(values: dict) -> None:
+    """Fetch a hub's weights now, with the hub's own progress on the terminal; an interrupted fetch goes on here."""
+    source = models.resolve(values["model"], values["model_revision"])
+    if source.kind in hub.HUBS:
+        try:
+            hub.snapshot(source)
+        except ValueError as error:
+            raise params.ParameterError(f"model: {error}") from None
 
 
 def check_records(profile: str) -> None:

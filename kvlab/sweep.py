@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,15 @@ from types import SimpleNamespace
 
 from kvlab import paths
 from kvlab.params import all_declared, longest_served_output, output_tokens_at
-from kvlab.records import DONE, Store, environments, key, remember_environment
+from kvlab.records import Store, done, environments, key, remember_environment
+
+SLICED_MODEL = "qwen2.5-7b"  # whose first layers stand for a large model where a large one does not fit
 
 
 def model_point(p: SimpleNamespace) -> dict:
     """What every point of both experiments states: model, precision and device."""
     return {
-        "model": p.model,
+        "model": paths.public_model(p.model),
         "model_revision": p.model_revision or None,
         "dtype": p.dtype,
         "device": p.device,
@@ -41,9 +44,9 @@ class Run:
 
     def records(self, experiment: str, points: list[tuple[dict, int]]) -> list[dict]:
         """What this environment recorded of these points, and what is about no single point (a server that failed)."""
-        wanted = {key({"point": point, "repetition": 0}) for point, _ in points}
+        wanted = {key({"point": point, "repetition": 0}) for point, _ in points + [(server_of(points), 1)]}
         found = self.store(experiment).load()
-        return [r for r in found if r["kind"] == "server" or key({"point": r["point"], "repetition": 0}) in wanted]
+        return [r for r in found if key({"point": r["point"], "repetition": 0}) in wanted]
 
 
 def begin(p: SimpleNamespace, environment: dict) -> Run:
@@ -56,6 +59,8 @@ def begin(p: SimpleNamespace, environment: dict) -> Run:
 def remember_parameters(values: dict) -> None:
     """Keep these parameters beside the records, over those of an earlier run: the article reads them there."""
     known = parameters(values["profile"]) | values
+    known |= {"model": paths.public_model(known["model"])} if "model" in known else {}
+    known |= {"base_url": address_digest(known["base_url"])} if known.get("base_url") else {}
     text = json.dumps(known, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
     paths.replace(paths.results(values["profile"]) / "parameters.json", text)
 
@@ -65,7 +70,7 @@ def last_run(profile: str) -> tuple[Run, SimpleNamespace]:
     known = environments(paths.results(profile))
     if not known:
         raise FileNotFoundError(f"results/{profile} holds no run yet; `make report PROFILE={profile}` makes one")
-    return Run(profile, known[-1]), SimpleNamespace(**parameters(profile))
+    return Run(profile, known[-1]), SimpleNamespace(**defaults() | parameters(profile))
 
 
 def parameters(profile: str) -> dict:
@@ -75,6 +80,16 @@ def parameters(profile: str) -> dict:
     except (OSError, ValueError):  # none yet, or damaged: the next run writes it anew
         values = {}
     return values if isinstance(values, dict) else {}
+
+
+def all_runs() -> list[tuple[Run, SimpleNamespace]]:
+    """The last run of every profile that has results, whoever measured them."""
+    folders = sorted(path.parent for path in paths.results("").glob("*/environments.jsonl"))
+    return [last_run(folder.name) for folder in folders if parameters(folder.name)]
+
+
+def defaults() -> dict:
+    return {name: default for name, (_, default) in all_declared().items()}
 
 
 def length_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
@@ -94,18 +109,51 @@ def curve_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(curve, p.step_curve_repetitions)] if p.step_curve_repetitions else []
 
 
+def output_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every output length, at one context length."""
+    asked = [(p.output_lengths_context, tokens) for tokens in p.output_lengths]
+    return [(on_off_point(p, p.attention_kernels[-1], *lengths), p.output_repetitions) for lengths in asked]
+
+
+def cache_kind_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of every context length with every kind of cache; none where there is one kind."""
+    first = [(point, times) for point, times in length_points(p) if point["attention"] == p.attention_kernels[-1]]
+    return [(point | {"cache": kind}, times) for kind in p.caches for point, times in first if len(p.caches) > 1]
+
+
+def memory_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of what is weighed: the first forward over every second length, the longest included.
+
+    A step without cache is such a forward again, and with the cache a step needs less.
+    """
+    lengths = sorted(p.context_lengths)[::-2]
+    points = [on_off_point(p, kernel, length, 1) for kernel in p.attention_kernels for length in lengths]
+    return [(point, p.memory_repetitions) for point in points if p.memory_repetitions]
+
+
 def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
-    lengths = length_points(p)
-    return lengths + [curve for curve in curve_points(p) if curve[0] not in [point for point, _ in lengths]]
+    """S1b: every pair once, with the most repetitions that any chart asks for."""
+    most: dict[str, tuple[dict, int]] = {}
+    for point, repetitions in length_points(p) + output_points(p) + cache_kind_points(p) + curve_points(p):
+        name = key({"point": point, "repetition": 0})
+        most[name] = (point, max(repetitions, most.get(name, (point, 0))[1]))
+    return list(most.values())
 
 
 def unusual(p: SimpleNamespace, *names: str) -> dict:
     """Those of these parameters that are not at their default: they are part of the point then."""
-    defaults = {name: default for name, (_, default) in all_declared().items()}
-    values = {name: getattr(p, name) for name in names if getattr(p, name) != defaults[name]}
+    usual = defaults()
+    values = {name: getattr(p, name) for name in names if getattr(p, name) != usual[name]}
     if "base_url" in values:  # a server is told from another, its address is nobody's business
-        values["base_url"] = hashlib.sha256(values["base_url"].encode()).hexdigest()[:12]
+        values["base_url"] = address_digest(values["base_url"])
     return values
+
+
+def address_digest(base_url: str) -> str:
+    """What is recorded of a server's address; of a digest, itself."""
+    if re.fullmatch(r"[0-9a-f]{12}", base_url):
+        return base_url
+    return hashlib.sha256(base_url.encode()).hexdigest()[:12]
 
 
 def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_tokens: int) -> dict:
@@ -114,7 +162,7 @@ def on_off_point(p: SimpleNamespace, kernel: str, context_length: int, output_to
         | {
             "threads": p.threads,
             "attention": kernel,
-            "cache": "dynamic",
+            "cache": p.caches[0],
             "context_length": context_length,
             "output_tokens": output_tokens,
             "batch_size": p.batch_size,
@@ -130,7 +178,7 @@ def serving_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(serving_point(p, *cell), p.serving_repetitions) for cell in grid]
 
 
-def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> dict:
+def serving_point(p: SimpleNamespace, concurrency: int | None, context_length: int) -> dict:
     return (
         model_point(p)
         | {
@@ -150,24 +198,108 @@ def serving_point(p: SimpleNamespace, concurrency: int, context_length: int) -> 
     )
 
 
+def machine_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of the ceilings: reading also with the server's threads, for its floor."""
+    size_bytes, square = p.bandwidth_buffer_mib * 2**20, 8192 if p.device == "cuda" else 2048
+    reads = {"quantity": "read", "size_bytes": size_bytes}
+    wanted = [
+        reads,
+        {"quantity": "copy", "size_bytes": size_bytes // 2},
+        {"quantity": "gemm", "shape": [square] * 3},
+        {"quantity": "gemm", "shape": [128, 4096, 4096]},  # a short prompt through one matrix of a 7B model
+        {"quantity": "launch"},
+        {"quantity": "layer"},
+    ]
+    points = [ceiling_point(p, **quantity) for quantity in wanted]
+    if p.device == "cpu" and p.server_threads != p.threads:
+        points.append(ceiling_point(p, **reads) | {"threads": p.server_threads})
+    return [(point, p.ceiling_repetitions) for point in points]
+
+
+def ceiling_point(p: SimpleNamespace, **quantity) -> dict:
+    return {"dtype": p.dtype, "device": p.device, "threads": p.threads} | quantity
+
+
+def anatomy_length(p: SimpleNamespace) -> int:
+    """The context length whose token is taken apart: of those of both stacks the one nearest to S1's sweep."""
+    return min(p.context_lengths, key=lambda length: abs(length - p.serving_context_length))
+
+
+def anatomy_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of what takes one token apart beside S1b's own records.
+
+    A static cache, the same layers with matrices of next to nothing under either cache, and the choice of a token.
+    """
+    length = anatomy_length(p)
+    token = on_off_point(p, p.attention_kernels[-1], length, output_tokens_at(vars(p), length))
+    variants = [{"cache": "static"}, {"model": f"thin:{p.model}"}, {"model": f"thin:{p.model}", "cache": "static"}]
+    points = [token | variant for variant in variants]
+    points.append(ceiling_point(p, quantity="sampling", model=p.model))
+    return [(point, p.anatomy_repetitions) for point in points]
+
+
+def slice_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """(point, repetitions) of the first layers of a large architecture: `layers` of the deepest slice."""
+    token = on_off_point(p, p.attention_kernels[-1], p.slice_context_length, p.slice_output_tokens)
+    named = token | {"model": f"slice:{SLICED_MODEL}/{max(p.slice_layers, default=0)}", "model_revision": None}
+    return [(named | {"layers": layers}, p.slice_repetitions) for layers in p.slice_layers]
+
+
+def open_loop_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: (point, repetitions) of Poisson arrivals at the rates asked for, whatever the server is busy with."""
+    arrivals = {"loop": "open", "requests": p.open_loop_requests}
+    plain = serving_point(p, None, p.serving_context_length)
+    return [(plain | arrivals | {"request_rate_per_s": rate}, p.serving_repetitions) for rate in p.open_loop_rates]
+
+
+def cache_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: (point, repetitions) on a second server, whose KV cache is small and kept across requests.
+
+    First the heaviest load of the plain sweep, which fills it; then prompts of which a part is shared.
+    """
+    if p.base_url or not p.full_cache_space_gib:
+        return []
+    small = {"prefix_caching": True, "kv_cache_space_bytes": int(p.full_cache_space_gib * 2**30)}
+    full = serving_point(p, max(p.concurrencies, default=8), p.serving_context_length) | small
+    reused = serving_point(p, 1, p.reuse_context_length) | small | {"output_tokens": 2, "output_jitter": 0.0}
+    shared = [reused | {"shared_prefix_tokens": n} for n in (0, *p.shared_prefix_lengths)]
+    return [(point, p.serving_repetitions) for point in (full, *shared)]
+
+
+def other_mode(p: SimpleNamespace) -> SimpleNamespace:
+    """The same parameters with `enforce_eager` the other way round."""
+    return SimpleNamespace(**vars(p) | {"enforce_eager": not p.enforce_eager})
+
+
+def compared_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1: the points at concurrency 1 once more in the other mode, compiled or eager; none unless asked for."""
+    again = [each for each in serving_points(other_mode(p)) if each[0]["concurrency"] == 1]
+    return again if p.compare_compiled and not p.base_url else []
+
+
+def cache_model_len(p: SimpleNamespace) -> int:
+    """Positions that the longest request of `cache_points` needs."""
+    return max(p.serving_context_length + longest_served_output(vars(p)), p.reuse_context_length + 2)
+
+
 def max_model_len(p: SimpleNamespace) -> int:
     """Positions that the longest S1 request needs, prompt and output together."""
     return max([*p.context_lengths, p.serving_context_length]) + longest_served_output(vars(p))
 
 
-def missing(found: list[dict], kind: str, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
+def missing(found: list[dict], kind: str | None, points: list[tuple[dict, int]], remeasure: bool = False) -> list:
     """(point, repetition) of all that these records of one environment lack, repetition by repetition.
 
-    `kind` is the record that completes a point; a pair of arms needs both of its records. With `remeasure`, new
-    repetitions are numbered behind the recorded ones.
+    `kind` is the record that completes a point (None: whichever it has); a pair of arms needs both of its records.
+    With `remeasure`, new repetitions are numbered behind the recorded ones.
     """
-    done = [r for r in found if r["kind"] == kind and r["status"] in DONE and not is_control(r)]
+    valid = [r for r in found if kind in (None, r["kind"]) and done(r) and not is_control(r)]
     arms: dict[str, set] = {}
-    for r in done:
+    for r in valid:
         arms.setdefault(r.get("pair"), set()).add(r.get("use_cache"))
-    complete = {key(r) for r in done if r.get("pair") is None or len(arms[r["pair"]]) == 2}
-    before = max((r["repetition"] for r in done), default=0) if remeasure else 0
-    last = max(repetitions for _, repetitions in points)
+    complete = {key(r) for r in valid if r.get("pair") is None or len(arms[r["pair"]]) == 2}
+    before = max((r["repetition"] for r in valid), default=0) if remeasure else 0
+    last = max((repetitions for _, repetitions in points), default=0)
     wanted = [(x, before + i) for i in range(1, last + 1) for x, repetitions in points if i <= repetitions]
     return [w for w in wanted if key({"point": w[0], "repetition": w[1]}) not in complete]
 
@@ -177,42 +309,95 @@ def is_control(record: dict) -> bool:
     return bool(record.get("control") or record.get("negative_control"))
 
 
-def on_off(run: Run, p: SimpleNamespace, open_worker) -> None:
+def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
     """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
 
     `open_worker()` is a context manager; its `.measure_pair(point, repetition, control)` returns both arms' records.
+    `forecast` says what memory a point will need (see `analyse.footprint`); what it announced may run out.
     """
     store = run.store("s1b")
-    pending = missing(store.load(), "generation", on_off_points(p), p.remeasure)
-    progress = Progress("S1b", len(pending))
+    found = store.load()
+    pending = missing(found, "generation", on_off_points(p), p.remeasure)
+    unweighed = missing(found, "memory", memory_points(p), p.remeasure)
+    announce([point for point, _ in pending + unweighed], forecast)
+    progress = Progress("S1b", len(pending) + len(unweighed))
     for repetition in sorted({r for _, r in pending}):
         points = [point for point, r in pending if r == repetition]
         random.Random(f"{p.seed}/{repetition}").shuffle(points)
         control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
-                keep(store, worker.measure_pair(point, repetition, control=point is control))
+                keep(store, worker.measure_pair(point, repetition, control=point is control), forecast=forecast)
                 if point is not control:
                     progress.done(f"{point['attention']} {point['context_length']} tokens, repetition {repetition}")
             if repetition == 1:  # once: a pair with the cache silently off in both arms, which has to be refused
                 keep(store, worker.measure_pair(control, repetition, negative_control=True))
+    if unweighed:
+        with open_worker(for_memory=True) as worker:
+            for point, repetition in unweighed:
+                keep(store, worker.measure_memory(point, repetition), forecast=forecast)
+                progress.done(f"memory, {point['attention']} {point['context_length']} tokens")
 
 
-def keep(store: Store, records: list[dict]) -> None:
+def machine(run: Run, p: SimpleNamespace, open_worker) -> None:
+    """Measure what is missing of the ceilings, all repetitions in one process; `open_worker(None)` holds no model."""
+    single(run, p, "machine", machine_points(p), open_worker)
+
+
+def anatomy(run: Run, p: SimpleNamespace, open_worker) -> None:
+    """Measure what is missing of a token's anatomy; `open_worker(model)` is a context manager, a process per model."""
+    single(run, p, "anatomy", anatomy_points(p) + slice_points(p), open_worker)
+
+
+def single(run: Run, p: SimpleNamespace, experiment: str, points: list[tuple[dict, int]], open_worker) -> None:
+    """Measure the missing points one by one, those of one model in one process, the repetitions interleaved."""
+    store = run.store(experiment)
+    pending = missing(store.load(), None, points, p.remeasure) if points else []
+    progress = Progress(experiment, len(pending))
+    for model in dict.fromkeys(point.get("model") for point, _ in pending):
+        with open_worker(model) as worker:
+            for point, repetition in [each for each in pending if each[0].get("model") == model]:
+                ask = worker.measure_ceiling if "quantity" in point else worker.measure_generation
+                keep(store, ask(point, repetition), experiment)
+                progress.done(f"{point.get('quantity') or point['model']}, repetition {repetition}")
+
+
+def announce(points: list[dict], forecast) -> None:
+    """Say which points will not fit into the memory there, or else what the largest of them will need."""
+    if forecast is None or not points:
+        return
+    distinct = list({key({"point": point, "repetition": 0}): point for point in points}.values())
+    for point in [x for x in distinct if not forecast.fits(x)] or [max(distinct, key=forecast.peak_bytes)]:
+        needed, there = (value / 2**30 for value in (forecast.peak_bytes(point), forecast.available_bytes))
+        what = f"{point['attention']} {point['context_length']} tokens: about {needed:.3g} GiB of memory predicted"
+        what += f", {there:.3g} GiB there"
+        say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; expected to run out")
+
+
+def keep(store: Store, records: list[dict], experiment: str = "s1b", forecast=None) -> None:
+    """Append what a worker returned; a point that ran out of memory says whether that had been announced."""
     for record in records:
-        store.append(record | {"experiment": "s1b"})
+        if record["status"] == "out_of_memory":
+            record = record | {"announced": forecast is not None and not forecast.fits(record["point"])}
+        store.append(record | {"experiment": experiment})
 
 
 def unmeasured(profile: str) -> dict[str, str]:
     """Experiment -> why some of its points still have no valid record after a run; empty when all is there."""
     run, p = last_run(profile)
-    wanted = {"s1": ("point", serving_points(p)), "s1b": ("generation", on_off_points(p))}
+    served = serving_points(p) + open_loop_points(p) + cache_points(p) + compared_points(p)
+    wanted = {
+        "s1": ("point", served),
+        "s1b": (None, on_off_points(p) + memory_points(p)),
+        "machine": (None, machine_points(p)),
+        "anatomy": (None, anatomy_points(p) + slice_points(p)),
+    }
     found = {}
     for experiment, (kind, points) in wanted.items():
         stored = run.store(experiment).load()
         left = missing(stored, kind, points)
         if left:
-            reasons = [r["reason"] for r in stored if r["status"] not in DONE and r.get("reason")]
+            reasons = [r["reason"] for r in stored if not done(r) and r.get("reason")]
             found[experiment.upper()] = (
                 f"{len(left)} points without a valid measurement ({(reasons or ['not run'])[-1]})"
             )
@@ -224,13 +409,15 @@ def shortest(p: SimpleNamespace) -> tuple[int, int]:
     return length, output_tokens_at(vars(p), length)
 
 
-def serving(run: Run, p: SimpleNamespace, open_server, measure_point, unavailable: type[Exception]) -> None:
-    """Measure what S1 lacks, on one server start; a server that is `unavailable` is a record with its reason.
+def serving(
+    run: Run, p: SimpleNamespace, points: list, open_server, measure_point, unavailable: type[Exception]
+) -> None:
+    """Measure what S1 lacks of `points`, on one server start; an `unavailable` server is a record with its reason.
 
     `open_server()` is a context manager; `measure_point(server, point, repetition, keep)` keeps each record.
     """
     store = run.store("s1")
-    pending = missing(store.load(), "point", serving_points(p), p.remeasure)
+    pending = missing(store.load(), "point", points, p.remeasure)
     if not pending:
         say("S1: nothing to measure, all points are recorded")
         return
@@ -240,17 +427,30 @@ def serving(run: Run, p: SimpleNamespace, open_server, measure_point, unavailabl
             progress = Progress("S1", len(pending))
             for point, repetition in pending:
                 measure_point(server, point, repetition, store.append)
-                progress.done(f"concurrency {point['concurrency']}, {point['context_length']} tokens")
+                progress.done(f"{load_of(point)}, {point['context_length']} tokens")
     except unavailable as error:
         say(str(error))  # with the end of the server's log, which may name paths and stays out of the record
-        store.append(server_failure(p, str(error).splitlines()[0]))
+        store.append(server_failure(server_of(points), str(error).splitlines()[0]))
 
 
-def server_failure(p: SimpleNamespace, reason: str) -> dict:
+def load_of(point: dict) -> str:
+    open_loop = point["loop"] == "open"
+    return f"{point['request_rate_per_s']:g} requests/s" if open_loop else f"concurrency {point['concurrency']}"
+
+
+def server_of(points: list[tuple[dict, int]]) -> dict:
+    """What a server that does not start was to be: the point of its failure."""
+    stated = ("model", "model_revision", "dtype", "device")
+    point = points[0][0] if points else {}
+    reuse = {"prefix_caching": True} if point.get("prefix_caching") else {}
+    return {name: point[name] for name in stated if name in point} | reuse
+
+
+def server_failure(server: dict, reason: str) -> dict:
     return {
         "experiment": "s1",
         "kind": "server",
-        "point": model_point(p),
+        "point": server,
         "repetition": 0,
         "status": "failed",
         "reason": reason,

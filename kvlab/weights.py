@@ -7,27 +7,49 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 from filelock import FileLock
 from transformers.utils import logging
 
-from kvlab import paths
-from kvlab.models import RANDOM_SEED, TINY, TINY_ARCHITECTURES, ModelSource, check_files, read_config
+from kvlab import hub, paths
+from kvlab.models import (
+    RANDOM_SEED,
+    THIN,
+    TINY,
+    TINY_ARCHITECTURES,
+    ModelSource,
+    check_files,
+    read_config,
+    resolve,
+    slice_config,
+)  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
 MANIFEST = "kvlab-manifest.json"
+QUICK = ("slice", "thin")  # kinds of source whose random weights are filled in quickly
+MADE_UP = ("random", *QUICK)
+FILL_BLOCK = 2**20  # random numbers that a quickly filled model repeats
+MEMORY_MARGIN = 1.1  # of the weights: activations, a short cache and the libraries' own
 
 
 def config(source: ModelSource) -> transformers.PretrainedConfig:
     """Return the model's configuration without its weights; rotary settings are right in either spelling."""
     if source.kind == "random" and source.path in TINY_ARCHITECTURES:
         return _tiny_config(source.path)
-    folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
+    if source.kind == "slice":
+        written = _with_both_rotary_spellings(slice_config(source.path))
+        return transformers.CONFIG_MAPPING[written.pop("model_type")](**written)
+    if source.kind == "thin":
+        return _thin(config(resolve(source.name.partition(":")[2])))
+    if source.kind in hub.HUBS:
+        folder = _local_folder(source, with_weights=False)
+    else:
+        folder = Path(source.path) if source.kind == "random" else served_folder(source, "float32", convert=False)
     if folder is None:
         with _quietly_offline():
             return transformers.AutoConfig.from_pretrained(
@@ -60,6 +82,15 @@ def _tiny_config(architecture: str) -> transformers.PretrainedConfig:
     return transformers.CONFIG_MAPPING[architecture](**{**common, **TINY_ARCHITECTURES[architecture]})
 
 
+def _thin(settings: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """Shrink a configuration to matrices of next to nothing: the same layers, operations and launches remain."""
+    for name, value in THIN.items():
+        if getattr(settings, name, None) is not None:
+            setattr(settings, name, value)
+    settings.pad_token_id = None  # it may lie beyond the small vocabulary
+    return settings
+
+
 def max_positions(settings: transformers.PretrainedConfig) -> int:
     """Return how many positions prompt and output may take; raises ValueError where none is stated."""
     text = settings.get_text_config()
@@ -70,13 +101,17 @@ def max_positions(settings: transformers.PretrainedConfig) -> int:
 
 
 def outline(settings: transformers.PretrainedConfig) -> dict:
-    """Return what a plan needs: positions, vocabulary, special token ids and the shape of the KV cache."""
+    """Return what a plan needs: positions, vocabulary, special token ids, and `config` with the model's shape.
+
+    Raises ValueError for a model without a KV cache, in which there is nothing to measure.
+    """
+    _refuse_without_kv_cache(settings)
     text = settings.get_text_config()
     named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     special = {i for entry in named for i in (entry if isinstance(entry, list) else [entry])} - {None}
-    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
-    shape = {name: getattr(text, name, None) for name in (*names, "head_dim", "kv_lora_rank", "vocab_size")}
-    return shape | {"max_positions": max_positions(settings), "special_token_ids": sorted(special)}
+    names = ("model_type", "vocab_size")
+    shape = {name: getattr(text, name, None) for name in names} | {"max_positions": max_positions(settings)}
+    return shape | {"special_token_ids": sorted(special), "config": json.loads(text.to_json_string(use_diff=False))}
 
 
 def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = "sdpa") -> torch.nn.Module:
@@ -87,7 +122,9 @@ def load(source: ModelSource, dtype: str, device: str = "cpu", attention: str = 
     settings = config(source)
     _refuse_without_kv_cache(settings)
     wanted = {"attn_implementation": attention, **_dtype_keyword(dtype)}
-    if source.kind == "random":
+    if source.kind in QUICK:
+        model = _quickly_filled(settings, wanted, dtype, device)
+    elif source.kind == "random":
         model = _random_model(settings, wanted).to(device)
     else:
         placed = {} if device == "cpu" else {"device_map": {"": device}}
@@ -102,6 +139,54 @@ def _random_model(settings: transformers.PretrainedConfig, wanted: dict) -> torc
     with torch.random.fork_rng():
         torch.manual_seed(RANDOM_SEED)
         return transformers.AutoModelForCausalLM.from_config(settings, **wanted)
+
+
+def _quickly_filled(settings: transformers.PretrainedConfig, wanted: dict, dtype: str, device: str) -> torch.nn.Module:
+    """Make a model whose weights repeat one block of random numbers: seconds where drawing them takes minutes.
+
+    Raises MemoryError where the weights would not fit into the memory that is free.
+    """
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, **wanted)
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    free = _free_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    if needed * MEMORY_MARGIN > free:
+        wanted_gib, free_gib = needed * MEMORY_MARGIN / 2**30, free / 2**30
+        raise MemoryError(f"it needs {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free")
+    model.to_empty(device=device)
+    model.tie_weights()
+    block = torch.empty(FILL_BLOCK, dtype=getattr(torch, dtype), device=device)
+    block.uniform_(-0.02, 0.02, generator=torch.Generator(device).manual_seed(RANDOM_SEED))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            flat = weight.view(-1)
+            for part in flat.split(FILL_BLOCK):
+                part.copy_(block[: len(part)]) if weight.dim() > 1 else part.fill_(float("norm" in name))
+        for module in model.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):  # its buffers are computed, not learnt
+                for name, buffer in type(module)(config=settings).named_buffers():
+                    getattr(module, name).copy_(buffer)
+    return model
+
+
+@contextmanager
+def first_layers(model: torch.nn.Module, count: int | None):
+    """Let the model be its first `count` layers and its head for a while; None leaves it whole."""
+    whole, settings = getattr(model.base_model, "layers", None), model.config
+    try:
+        if count is not None:
+            model.base_model.layers, settings.num_hidden_layers = whole[:count], count
+        yield model
+    finally:
+        if count is not None:
+            model.base_model.layers, settings.num_hidden_layers = whole, len(whole)
+
+
+def _free_memory_bytes() -> int:
+    """Return what this process may still take: the system's free memory, at most a container's limit."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min([psutil.virtual_memory().available] + ([int(text)] if text.isdigit() else []))
 
 
 def switch_attention(model: torch.nn.Module, attention: str) -> bool:
@@ -147,20 +232,29 @@ def facts(source: ModelSource) -> dict:
     """Return what is known about the files: name, revision, stored type, sha256 of each."""
     hashes = file_hashes(source)
     together = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
+            **stored(source), "files": hashes}  # fmt: skip
+
+
+def stored(source: ModelSource) -> dict:
+    """Return how the weights are stored, and whether they are expanded to another type before anything runs."""
     converted = served_folder(source, "float32", convert=False) if source.gguf_file else None
     noted = json.loads((converted / MANIFEST).read_text()).get("file_type") if converted else None
-    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
-            "file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file),
-            "files": hashes}  # fmt: skip
+    return {"file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file)}
 
 
 def file_hashes(source: ModelSource) -> dict[str, str]:
     """Return the sha256 of the source's configuration and weights by file name."""
-    if source.kind == "random":
+    if source.kind in MADE_UP:
         return {}
     folder = _local_folder(source)
     names = [source.gguf_file] if source.gguf_file else ["config.json", *_names(folder, "*.safetensors")]
-    return {name: _sha256(folder / name) for name in names}
+    return {name: hub.sha256(folder / name) for name in names}
+
+
+def short_hashes(source: ModelSource) -> dict[str, str]:
+    """Return the first 16 digits of each file's hash: what a record says of the weights it was measured on."""
+    return {name: digest[:16] for name, digest in file_hashes(source).items()}
 
 
 def _names(folder: Path, pattern: str) -> list[str]:
@@ -170,7 +264,7 @@ def _names(folder: Path, pattern: str) -> list[str]:
 def _file_type(source: ModelSource) -> str:
     """Return how the weights are stored; for GGUF the quantisation of most of their bytes, such as Q4_1."""
     if not source.gguf_file:
-        return "random weights" if source.kind == "random" else "safetensors"
+        return "random weights" if source.kind in MADE_UP else "safetensors"
     from gguf import GGUFReader
 
     sizes: dict[str, int] = {}
@@ -179,29 +273,11 @@ def _file_type(source: ModelSource) -> str:
     return f"GGUF {max(sizes, key=sizes.get)}"
 
 
-@lru_cache
-def _hash_of_version(file: Path, size: int, modified_ns: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    """Return the file's hash, computed again only when its size or time of change did."""
-    return _hash_of_version(file, file.stat().st_size, file.stat().st_mtime_ns)
-
-
-def _local_folder(source: ModelSource) -> Path:
-    """Return the folder of the source's files; a hub's model is fetched into the hub's own cache first."""
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.model"]
-    if source.kind == "modelscope":
-        from modelscope import snapshot_download
-
-    elif source.kind == "huggingface":
-        from huggingface_hub import snapshot_download
-    else:
-        return Path(source.path)
-    folder = Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted))
-    check_files(folder)
+def _local_folder(source: ModelSource, with_weights: bool = True) -> Path:
+    """Return the folder of the source's files, checked; a hub's model is fetched first."""
+    folder = hub.snapshot(source, with_weights) if source.kind in hub.HUBS else Path(source.path)
+    if source.kind in hub.HUBS and with_weights:
+        check_files(folder)
     return folder
 
 
@@ -211,10 +287,12 @@ def served_folder(source: ModelSource, dtype: str, convert: bool = True) -> Path
     GGUF and random weights are written to $KVLAB_CACHE or ~/.cache/kvlab; a torn folder is noticed by
     its manifest and redone. With `convert=False`, None stands for a folder that is still to be written.
     """
+    if source.kind in QUICK:
+        raise ValueError(f"{source.name} is measured in Transformers only; no folder is written for a server")
     if source.kind != "random" and not source.gguf_file:
         return _local_folder(source)
     cache = paths.cache()
-    stored = _sha256(Path(source.path) / source.gguf_file)[:12] if source.gguf_file else source.revision
+    stored = hub.sha256(Path(source.path) / source.gguf_file)[:12] if source.gguf_file else source.revision
     name = re.sub(r"[^\w.-]+", "_", f"{source.name}-{stored}-{dtype}-transformers-{transformers.__version__}")
     if not convert:
         return cache / name if _intact(cache / name) else None
@@ -243,7 +321,7 @@ def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
         model.save_pretrained(part, safe_serialization=True)
     written = _with_both_rotary_spellings(json.loads((part / "config.json").read_text()))
     (part / "config.json").write_text(json.dumps(written, indent=2))
-    files = {name: [(part / name).stat().st_size, _sha256(part / name)] for name in _names(part, "*")}
+    files = {name: [(part / name).stat().st_size, hub.sha256(part / name)] for name in _names(part, "*")}
     manifest = {"source": source.name, "dtype": dtype, "file_type": _file_type(source), "files": files}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
@@ -268,7 +346,7 @@ def _intact(folder: Path) -> bool:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return all(
-            (folder / name).stat().st_size == size and _sha256(folder / name) == digest
+            (folder / name).stat().st_size == size and hub.sha256(folder / name) == digest
             for name, (size, digest) in files.items()
         )
     except (OSError, ValueError, KeyError):

@@ -8,6 +8,10 @@ KV_BYTES_PER_TOKEN = 46_080
 SOURCE = "results/fake/s1b.jsonl, environment 0123abcd"
 
 
+def kv_cache_bytes(tokens, batch=1):
+    return tokens * batch * KV_BYTES_PER_TOKEN
+
+
 def noise(rng):
     return float(rng.lognormal(0, 0.03))
 
@@ -91,6 +95,7 @@ def steps(repetitions=3, context=512, output=128, seed=2):
                             "step": step,
                             "position": position,
                             "step_s": step_s * noise(rng),
+                            "ttft_s": 0.9 * context / 1024 * (1.3 if attention == "eager" else 1),
                         }
                     )
     return pd.DataFrame(rows)
@@ -161,5 +166,5 @@ def frames_of(chart):
         "serving_by_concurrency": (requests(), points()),
         "kv_usage_by_concurrency": (points(),),
         "growth_side_by_side": (generations(), requests()),
-        "kv_bytes_by_context": (generations(), KV_BYTES_PER_TOKEN),
+        "kv_bytes_by_context": (generations(), kv_cache_bytes),
     }[chart]

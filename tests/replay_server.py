@@ -1,8 +1,9 @@
 """A server that replays streams at their times and logs when it really wrote; a process of its own.
 
-`python replay_server.py FILE`: FILE is a JSON list of scripts, and a request whose prompt begins with i gets
-the i-th: {"status", "headers", "writes": [[ms, base64]], "close": "clean", "reset" or "hang"}; with status 0
-none. GET /log: [{"script", "received_s", "write_times_s", "body", "headers"}], clock: time.perf_counter.
+`python replay_server.py FILE`: FILE is a JSON list of scripts, and a request whose prompt begins with token i
+gets the i-th, one in words the first: {"status", "headers", "writes": [[ms, base64]], "close": "clean", "reset"
+or "hang"}; with status 0 none.
+GET /log: [{"script", "received_s", "write_times_s", "body", "headers"}], clock: time.perf_counter.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ import time
 from contextlib import suppress
 
 LOG = []
-METRICS = b"vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_running 1\nvllm:generation_tokens_total %d\n"
+METRICS = "vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_running 1\nvllm:generation_tokens_total %d\n"
+MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]})
 
 
 def head(status, headers):
@@ -76,12 +78,14 @@ async def serve(scripts, reader, writer):
         path, headers, body = await read_request(reader)
         if path.endswith("/completions"):
             request = json.loads(body)
-            entry = {"script": request["prompt"][0], "received_s": time.perf_counter(), "write_times_s": []}
+            first = request["prompt"][0]
+            entry = {"script": first if isinstance(first, int) else 0, "received_s": time.perf_counter()}
+            entry["write_times_s"] = []
             entry |= {"body": request, "headers": headers}
             LOG.append(entry)
             await replay(scripts[entry["script"]], entry, writer)
         else:
-            content = json.dumps(LOG).encode() if path == "/log" else METRICS % len(LOG)
+            content = {"/log": json.dumps(LOG), "/v1/models": MODELS}.get(path, METRICS % len(LOG)).encode()
             writer.write(head(200, {"content-length": len(content)}) + content)
             await writer.drain()
     writer.close()

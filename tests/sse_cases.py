@@ -144,6 +144,47 @@ CASES = {
         [(50, text("a", error=None)), (60, text("b", "length", error=None)), *closing(2, 61, choices=[])],
         {"output_tokens": 2, "ttft": 50, "tpot": 10},
     ),
+    "heartbeats_without_data": Case(
+        [(10, b"data:\n\n"), (20, b"event: ping\ndata: now\n\n"), (30, b"data\n\n"), (50, text("a")),
+         (55, b"data: \n\n"), (60, text("b", "length")), *closing(2, 61, choices=[])],
+        {"output_tokens": 2, "ttft": 50, "tpot": 10, "chunks": 2},
+    ),
+    "usage_of_each_chunk_alone": Case(
+        [(50 + 10 * i, text("a", "length" if i == 4 else None, **usage(1))) for i in range(5)]
+        + closing(5, 91, choices=[]),
+        {"output_tokens": 5, "ttft": 50, "tpot": 10, "chunks": 5, "chunk_tokens": [None] * 5},
+    ),
+    "two_choices_in_one_event": Case(
+        [(50, data({"choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}], **usage(2)})),
+         (60, data({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}, {"index": 1, "text": "c",
+                    "finish_reason": "length"}], **usage(3)})), (61, DONE)],
+        {"output_tokens": 3, "ttft": 50, "tpot": 5, "chunks": 2, "chunk_tokens": [2, 1]},
+    ),
+    "finish_alone": Case(
+        [(50, delta(content="a")), (60, delta(content="b")), (90, delta("stop")), *closing(2, 91, choices=[])],
+        {"output_tokens": 2, "ttft": 50, "tpot": 10, "e2e": 60, "chunks": 2},
+    ),
+    "thoughts_in_parts": Case(
+        [(50, delta(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "h"}]}])),
+         (60, delta("stop", content="b")), *closing(2, 61, choices=[])],
+        {"output_tokens": 2, "ttft": 50, "tpot": 10, "chunks": 2},
+    ),
+    "aborted_by_the_engine": Case(
+        [(50, text("a")), (60, text("", "abort")), (61, DONE)], {"status": "failed", "reason": "server_error"}
+    ),
+    "error_in_words": Case(
+        [(50, text("a")), (60, b"event: error\ndata: engine is dead\n\n")],
+        {"status": "failed", "reason": "server_error"},
+    ),
+    "page_instead_of_a_stream": Case(
+        [(20, b"<html>welcome</html>")], {"status": "failed", "reason": "not_streamed"},
+        headers={"content-type": "text/html"},
+    ),
+    "stream_under_another_type": Case(
+        [(50, text("a")), (60, text("b", "length")), *closing(2, 61, choices=[])],
+        {"output_tokens": 2, "ttft": 50, "tpot": 10}, headers={"content-type": "application/json"},
+    ),
+    "redirect": Case([], {"status": "failed", "reason": "http_302"}, http_status=302, headers={"location": "/"}),
     "not_streamed": Case(
         [(60, b'{"choices": [{"text": "a b", "finish_reason": "length"}]}')],
         {"status": "failed", "reason": "not_streamed"}, headers={"content-type": "application/json"},

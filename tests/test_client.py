@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from sse_cases import CASES, DONE, Case, text, usage
+from test_stream import chunked
 
 from kvlab.analyse import definitions
 from kvlab.measure import client
@@ -21,6 +22,7 @@ from kvlab.measure import client
 HERE = Path(__file__).parent
 TOLERANCE_S = 0.002
 QUICK = Case([(1, text("a", **usage(1))), (2, text("b", "length", **usage(2))), (2, DONE)], {})
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 POINT = {"loop": "closed", "concurrency": 1, "output_tokens": 16, "output_jitter": 0.0}
 
 
@@ -131,6 +133,7 @@ def test_br09_a_refused_connection_is_a_record():
         records, point = Replay(port).measure(1, 1)
     assert [record["reason"] for record in records] == ["connection"] * 2
     assert all(record["sent_s"] is None and record["arrival_times_s"] == [] for record in records)
+    assert records[0]["detail"] == "Connection refused"  # whose, is nobody's business
     assert (point["status"], point["reason"]) == ("failed", "connection")
     assert set(point["server_deltas"].values()) == {None} and point["server_samples"] == []
 
@@ -240,6 +243,34 @@ def test_it_runs_inside_a_running_event_loop(tmp_path):
     with replaying(tmp_path, QUICK) as server:
         (record,), _ = asyncio.run(cell())
     assert record["status"] == "ok"
+
+
+OPEN = {
+    None: OK + b"".join(chunked(x) for x in (text("a", **usage(1)), text("b", "length", **usage(2)), DONE))
+    + b"0;last=1\r\nx-checksum: 7\r\n\r\n",
+    "http_429": b"HTTP/1.1 429 X\r\ncontent-length: 2\r\n\r\n{}",
+    "http_302": b"HTTP/1.1 302 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", OPEN)
+def test_a_server_that_keeps_its_connections_open_holds_up_nothing(reason):
+    """Each answer ends where its own framing says so, cut into single bytes though it be."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for index in range(len(OPEN[reason])):
+            writer.write(OPEN[reason][index : index + 1])
+        await writer.drain()
+
+    async def measure():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        return await asyncio.to_thread(Replay(port).measure, 1, timeout_s=20.0)
+
+    started_s = time.monotonic()
+    (record,), _ = asyncio.run(measure())
+    assert record["reason"] == reason and time.monotonic() - started_s < 10
 
 
 def test_too_few_prompts_are_refused_before_anything_is_sent():

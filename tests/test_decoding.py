@@ -14,6 +14,7 @@ from kvlab.measure import decoding, memory, timing
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma", "gpt2", "qwen3", "deepseek_v3"]
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 64
+KNOWS_WINDOWS = int(transformers.__version__.split(".")[0]) >= 5  # a static cache of 4.49 has room for all tokens
 torch.set_num_threads(1)
 gc.freeze()  # collecting between the arms need not walk through all of torch
 
@@ -71,14 +72,19 @@ def test_br25_both_arms_give_the_same_tokens_and_show_their_switch(architecture,
     assert min(cached["top2_margins"]) > 0 and len(cached["top2_margins"]) == OUTPUT_TOKENS
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_a_static_cache_gives_the_same_tokens_and_counts_what_it_holds(architecture):
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_static_cache_gives_the_same_tokens_and_has_room_for_all_of_them_or_for_the_window(architecture):
     model = load(architecture)
     cached, uncached = measured(model, cache="static")
+    if cached["status"] == "refused":  # GPT-2 before Transformers 5
+        assert "takes no static cache in this release" in cached["reason"] and uncached["status"] == "ok"
+        return
     assert cached["token_ids"] == uncached["token_ids"]
     assert cached["cache_lengths"] == [PROMPT_TOKENS + step for step in range(OUTPUT_TOKENS)]
-    assert cached["kv_cache_bytes"] >= expected_cache_bytes(model.config, model.config.sliding_window
-        if architecture == "mistral" else PROMPT_TOKENS + OUTPUT_TOKENS)  # fmt: skip
+    room = PROMPT_TOKENS + OUTPUT_TOKENS
+    if architecture == "mistral" and KNOWS_WINDOWS:
+        room = model.config.sliding_window
+    assert cached["kv_cache_bytes"] == expected_cache_bytes(model.config, room)
 
 
 def test_a_batch_decodes_every_sequence_and_holds_a_cache_for_each():

@@ -377,6 +377,11 @@ def test_set_reaches_the_command_as_one_argument_as_it_was_typed(asked, make_rep
     assert make_report(f"SET={typed}") == ["-m", "kvlab", "report", "--profile", "cpu", "--set", asked]
 
 
+@pytest.mark.parametrize("profile, stack", [("a10", "a10"), ("cpu", "cpu"), ("smoke", "cpu"), ("a01", "cpu")])
+def test_each_profile_gets_the_stack_that_it_needs_without_being_asked(profile, stack):
+    assert setup_environment.stack_of(profile) == stack
+
+
 def test_without_set_nothing_is_overridden(make_report):
     assert make_report("PROFILE=smoke") == ["-m", "kvlab", "report", "--profile", "smoke"]
 

@@ -57,9 +57,11 @@ def test_a_folder_without_a_model_says_what_it_needs(tmp_path):
         models.resolve(str(tmp_path / "missing"))
 
 
-def test_a_model_without_a_kv_cache_is_refused_with_a_sentence():
+def test_a_model_without_a_kv_cache_is_refused_with_a_sentence(cache):
     with pytest.raises(ValueError, match="mamba has no KV cache"):
         weights.load(models.resolve("random:mamba"), "float32")
+    with pytest.raises(ValueError, match="mamba has no KV cache"):
+        models.outline(models.resolve("random:mamba"))  # what a run asks for before it writes anything
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": "float64"}, {"dtype": "float32", "attention": "fast"}])

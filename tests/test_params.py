@@ -79,11 +79,32 @@ def test_several_assignments_with_blanks_in_their_values():
 def test_br32_the_last_position_may_be_used_and_one_more_may_not():
     values = params.load("smoke", ["context_lengths=[60] serving_context_length=8 serving_output_tokens=2"])
     values |= {"output_tokens": 4, "step_curve_context_length": 8, "step_curve_output_tokens": 4}
+    values |= {"output_lengths_context": 8}
     params.check_positions(values, 64)
     with pytest.raises(
         params.ParameterError, match=r"60 tokens of context and 10 of output need 70 .*64.*at most 54"
     ):
         params.check_positions(values | {"output_tokens": 10}, 64)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("base_url=localhost:8000", "must begin with http"),
+        ("base_url=ftp://x", "must begin with http"),
+        ("shared_prefix_lengths=[512]", "below reuse_context_length"),
+        ("open_loop_rates=[0.0]", "open_loop_rates must lie between"),
+    ],
+)
+def test_what_the_second_server_and_the_client_cannot_do_is_refused(text, words):
+    assert words in refused(text)
+
+
+def test_br32_the_prompts_with_shared_prefixes_count_where_they_are_measured():
+    long = "reuse_context_length=9000 full_cache_space_gib="
+    params.check_positions(params.load("cpu", [long + "0.0"]), 8192)
+    with pytest.raises(params.ParameterError, match="reuse_context_length: 9000 tokens"):
+        params.check_positions(params.load("cpu", [long + "0.5"]), 8192)
 
 
 def notebooks():

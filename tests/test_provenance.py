@@ -4,52 +4,18 @@ import getpass
 import json
 import socket
 import sys
-from types import SimpleNamespace
 
+import fake_nvml
 import pytest
 
 from kvlab import paths
 from kvlab.measure import provenance, telemetry
 
 
-class NotSupported(Exception):
-    pass
-
-
-class Unknown(Exception):
-    pass
-
-
-def fake_nvml(**readings):
-    """A stand-in for NVML with two cards; a reading that is an exception is raised."""
-
-    def reading(name):
-        def read(*_):
-            if isinstance(readings.get(name), Exception):
-                raise readings[name]
-            return readings[name]
-
-        return read
-
-    defaults = {
-        "nvmlDeviceGetEnforcedPowerLimit": 150000,
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24 * 2**30),
-        "nvmlDeviceGetName": "NVIDIA A10",
-        "nvmlDeviceGetUUID": "GPU-0",
-        "nvmlSystemGetDriverVersion": "550.163.01",
-        "nvmlDeviceGetCount": 2,
-    }
-    readings = defaults | readings
-    fake = {name: reading(name) for name in readings}
-    fake |= {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "NVMLError_NotSupported": NotSupported}
-    fake |= {"NVMLError_FunctionNotFound": Unknown, "nvmlDeviceGetHandleByIndex": lambda index: index}
-    return SimpleNamespace(**fake | {"nvmlDeviceGetHandleByUUID": lambda uuid: uuid})
-
-
 @pytest.fixture
 def card(monkeypatch):
     def card(visible=None, **readings):
-        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**readings))
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml.make(**readings))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -59,7 +25,7 @@ def card(monkeypatch):
 
 
 def test_br19_an_unsupported_reading_is_absent_and_the_others_stay(card):
-    found = card(nvmlDeviceGetEnforcedPowerLimit=NotSupported())
+    found = card(nvmlDeviceGetEnforcedPowerLimit=fake_nvml.NOT_SUPPORTED)
     assert found["power_limit_w"] is None and found["memory_bytes"] == 24 * 2**30
     assert card()["power_limit_w"] == 150
 

@@ -255,3 +255,13 @@ def test_a_large_drawing_enters_as_png():
     svg, png = "<svg>" + "x" * render.SVG_LIMIT_BYTES + "</svg>", "iVBOR\n"
     assert render.image_uri({"image/svg+xml": svg, "image/png": png}) == "data:image/png;base64,iVBOR"
     assert render.image_uri({"image/svg+xml": "<svg/>", "image/png": png}).startswith("data:image/svg+xml")
+
+
+def test_closing_cells_of_any_notebook_end_the_page():
+    """A reader finds the limits and the way to a rerun after the results, though the first notebook holds them."""
+    first, second = (
+        new_notebook(cells=[new_markdown_cell(f"## {name}", metadata={"tags": ["en", *more]}) for name, *more in names])
+        for names in ([("Answers",), ("Limits", "closing")], [("Results",)])
+    )
+    document = render.page([first, second], "en")
+    assert document.index("Answers") < document.index("Results") < document.index("Limits", document.index("<main"))

@@ -245,8 +245,11 @@ def test_the_command_line_of_each_version():
     assert "--no-enable-prefix-caching" in old
     assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} < set(new)
     assert "--disable-log-requests" not in new and "--enforce-eager" not in new + old
+    sized = {**SETTINGS, "kv_cache_space_bytes": 2**30}
     with pytest.raises(ServerError, match="gpu-memory-utilization"):
-        server.arguments("0.7.3", "folder", ("m",), 1, {**SETTINGS, "kv_cache_space_bytes": 1})
+        server.arguments("0.7.3", "folder", ("m",), 1, sized)
+    old = server.arguments("0.7.3", "folder", ("m",), 1, sized | {"kv_bytes_per_token": 57344})
+    assert old[old.index("--num-gpu-blocks-override") + 1] == "1170"  # 2**30 // (16 * 57344)
 
 
 def test_threads_leave_a_cpu_to_the_client():
@@ -289,4 +292,12 @@ def test_br40_old_and_new_names_and_what_is_absent():
     assert set(none.values()) == {None} == set(metrics.parse("<html>no metrics</html>").values())
     rises = metrics.deltas(old, {**old, "generation_tokens": 80.0})
     assert (rises["generation_tokens"], rises["preemptions"], rises["prefix_hits"]) == (3, 0, None)
-    assert metrics.sample(1.5, OLD) == {"t_s": 1.5, "kv_cache_usage": 0.25, "running": 3, "waiting": 0}
+    gauges = {"kv_cache_usage": 0.25, "running": 3, "waiting": 0}
+    assert metrics.sample(1.5, OLD) == {"t_s": 1.5, **gauges, "preemptions": 2}
+
+
+def test_the_cache_is_read_in_blocks_or_not_at_all():
+    told = 'vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="12",num_gpu_blocks_override="None"} 1.0'
+    assert metrics.cache_blocks("x 1\n" + told) == (12, 128)
+    assert metrics.cache_blocks(NEW) == metrics.cache_blocks(None) == (None, None)
+    assert metrics.cache_blocks(told.replace('"12"', '"None"')) == (None, 128)

@@ -1,6 +1,7 @@
 """A client that misreads a stream reports latencies that nobody had; so each dialect is read back here."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,23 @@ def test_a_token_without_text_arrives_when_its_count_does():
     assert (answer.arrival_times_s, answer.chunk_tokens) == ([0.01, 0.02], [1, 1])
 
 
+def test_br17_an_event_of_any_length_is_read_whole_and_in_time():
+    started_s = time.perf_counter()
+    line = text("a" * 5_000_000, **usage(1))
+    pieces = [(10 + i / 1000, line[i : i + 4096]) for i in range(0, len(line), 4096)]
+    answer = parse(*pieces, (9000, text("b", "length", **usage(2))), (9001, DONE))
+    assert (answer.error, len(answer.text), answer.output_tokens) == (None, 5_000_001, 2)
+    assert time.perf_counter() - started_s < 5
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_only"])
+def test_br18_thoughts_are_tokens_under_either_name_and_alone(name):
+    case = CASES[name]
+    answer = parse(*case.writes)
+    assert (answer.error, answer.output_tokens, len(answer.arrival_times_s)) == (None, 25, 25)
+    assert answer.arrival_times_s[0] == pytest.approx(0.05)  # the first thought, not the role before it
+
+
 @pytest.mark.parametrize("running", [usage(0), {"usage": {}}, {"usage": {"completion_tokens": None}}])
 def test_a_running_usage_that_does_not_count_is_not_believed(running):
     writes = [(10, text("a", **running)), (20, text("b", "length", **running)), *closing(2, 30, choices=[])]
@@ -158,6 +176,50 @@ STRANGE = [[1], "text", 3, {"choices": "x"}, {"choices": 3}, {"choices": [None]}
 @pytest.mark.parametrize("payload", [*STRANGE, {"usage": 5}, {"usage": {"completion_tokens": "x"}}])
 def test_strange_payloads_end_as_answers_not_as_exceptions(payload):
     assert parse((10, data(payload))).error in ("truncated", "server_error")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 200_000,
+        b'{"choices": [{"text": "a", "finish_reason": {"x": NaN}}], "usage": {"prompt_tokens": NaN}}',
+        b'{"choices": [{"text": "a", "finish_reason": "\\ud800"}]}',
+        b'{"error": {"message": "\\udfff"}}',
+        b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": -3, "prompt_tokens": true}}',
+    ],
+)
+def test_what_no_record_could_hold_reaches_none(content):
+    answer = vars(parse((10, b"data: " + content + b"\n\n")))
+    assert json.dumps(answer | {"text": ""}, allow_nan=False, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("size", [b"-6", b"-4", b"+5", b"0x5", b"5_0", b"five", b""])
+def test_a_chunk_of_no_size_ends_the_reading(size):
+    head = OK[:-2] + b"transfer-encoding: chunked\r\n\r\n"
+    assert parse((10, size + b"\r\n\r\n0\r\n\r\n"), head=head).error == "truncated"
+
+
+WHOLE = {
+    "length": b"HTTP/1.1 429 X\r\nContent-Length: 2\r\n\r\n{}",
+    "no content": b"HTTP/1.1 204 X\r\n\r\n",
+    "interim": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 302 X\r\ncontent-length: 0\r\n\r\n",
+    "chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\na\r\n\r\n\r\n0\r\n\r\n",
+    "trailers": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n000;x\r\na: b\r\nc: d\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("step", [1, 3, 10, 1000])
+def test_the_end_is_seen_with_the_last_byte_and_not_before(name, step):
+    """A server that keeps the connection open would otherwise hold each request until its time-out."""
+    end, raw = stream.End(), WHOLE[name]
+    seen = [end.came(raw[i : i + step]) for i in range(0, len(raw), step)]
+    assert seen[-1] and not any(seen[:-1])
+
+
+def test_an_answer_without_framing_ends_with_its_connection():
+    end = stream.End()
+    assert not any(map(end.came, (b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n", text("a"), DONE)))
 
 
 @pytest.mark.parametrize("raw", [b"", b"HTT", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: y\r\n"])

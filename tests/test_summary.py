@@ -85,6 +85,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_pair_without_proof_has_no_speedup(why):
+    """BR-29 among them: arms of different token counts are not compared."""
     frame = summary.pairs(list(REFUSED[why]))
     assert frame["refusal"].item() == why
     assert frame[["ttft_ratio", "tpot_speedup", "total_speedup"]].isna().all(axis=None)
@@ -114,6 +115,14 @@ def test_br25_sixteen_bit_arms_may_differ_only_in_a_near_tie_within_rounding():
     assert summary.refusal(*pair(margin=0.01, difference=0.02)) is None
     assert summary.refusal(*pair(margin=0.10, difference=0.02)) == "tokens_differ"
     assert summary.refusal(*pair(margin=0.10, difference=5.0)) == "tokens_differ"
+
+
+def test_br25_arms_that_differ_in_a_near_tie_pass_and_are_not_called_equal():
+    fed = {"fed_sequence": True, "logit_differences": [0.02] * 3, "top2_margins": [9.0, 0.01, 0.005]}
+    found = [generation(True, token_ids=[5, 1, 2], **fed), generation(False, **fed)]
+    row = summary.pairs(found).iloc[0]
+    assert row["refusal"] is None and (row["first_difference"], row["margin"]) == (2, 0.01)
+    assert summary.pairs([generation(True), generation(False)])["first_difference"].isna().all()
 
 
 def sweep_of(repetitions, speedup):
@@ -240,3 +249,9 @@ def test_a_pair_spoilt_on_purpose_is_refused_and_in_no_result():
     found = [generation(True), generation(False), *spoilt]
     assert summary.negative_controls(found) == ["cache_not_used"]
     assert len(summary.pairs(found)) == 1 and len(summary.generations(found)) == 2
+
+
+def test_a_saturated_client_says_so():
+    late = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.2, 0.3])])
+    quiet = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.0002, 0.3])])
+    assert late["client_saturated"].item() and not quiet["client_saturated"].item()

@@ -12,6 +12,7 @@ from test_server import family, gone, port_is_free
 
 from kvlab import models, prompts, weights
 from kvlab.analyse import definitions
+from kvlab.analyse import serving as s1
 from kvlab.measure import client, server
 
 pytestmark = [
@@ -79,12 +80,12 @@ def test_each_request_gets_its_tokens_and_the_counters_agree(running):
 
 
 def test_the_cache_holds_what_its_bytes_allow(running, folder):
-    """Capacity: whole blocks of the given bytes, 2 x layers x KV heads x head size x 4 bytes a token."""
-    config = json.loads((folder / "config.json").read_text())
-    head_size = config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * 4
-    fits = 96 * 2**20 // token_bytes
-    assert fits - 128 <= running[1]["kv_cache_tokens"] <= fits
+    """Capacity predicted from the configuration: equal to the block, and to the token as vLLM counts them."""
+    per_token = s1.kv_bytes_per_token(json.loads((folder / "config.json").read_text()), "float32")
+    point = {"kind": "point", "attempt": "a", "status": "ok", "server": running[1]}
+    (row,) = s1.capacity([point], per_token)
+    assert row["space_bytes"] == 96 * 2**20 and row["block_tokens"]
+    assert (row["blocks"], row["tokens"]) == (row["blocks_predicted"], row["tokens_predicted"])
 
 
 def test_the_engine_is_bound_to_its_cpus(running):

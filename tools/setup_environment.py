@@ -296,6 +296,17 @@ def notices(library_found, compiler_found):
     return sentences
 
 
+def stack_of(profile):
+    """Returns the stack that a profile runs on; an unknown profile is told later, by the command that reads it."""
+    sys.path.insert(0, str(ROOT))
+    from kvlab import doctor  # the standard library alone
+
+    try:
+        return doctor.profile_values(doctor.chosen(profile)).stack
+    except doctor.Finding:
+        return "cpu"
+
+
 def interpreter(stack):
     """Returns the path of an interpreter that has everything, after building its environment where needed."""
     folder, lock = ROOT / FOLDERS[stack], ROOT / "requirements" / f"{stack}.txt"
@@ -310,8 +321,10 @@ def interpreter(stack):
 def main():
     """Prints the interpreter's path; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lock", choices=sorted(FOLDERS), default="cpu", help="which lock to install")
-    stack = parser.parse_args().lock
+    locks = [*sorted(FOLDERS), "auto"]
+    parser.add_argument("--lock", choices=locks, default="cpu", help="which lock to install; auto: as $PROFILE needs")
+    asked = parser.parse_args().lock
+    stack = stack_of(os.environ.get("PROFILE", "cpu")) if asked == "auto" else asked
     try:
         python = interpreter(stack)
     except SetupError as problem:

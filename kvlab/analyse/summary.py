@@ -12,6 +12,7 @@ from kvlab.analyse import definitions as d
 VERDICT_MIN_N = 6  # below this an interval is shown but nothing is concluded from it
 UNSTABLE, STRONGLY_UNSTABLE = 0.10, 0.25  # IQR over median
 PREFIX_HIT_LIMIT = 0.01  # share of prompt tokens found in the server's prefix cache that voids a point
+CLIENT_LAG_LIMIT = 0.01  # of the median TTFT
 LOGIT_DIFFERENCE_CAP = 1.0  # largest logit difference between arms that 16-bit rounding may explain
 PERCENTILE_MIN_N = {99: 100, 95: 20}
 
@@ -86,8 +87,8 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
 
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
-    "environment", *POINT, "use_cache", "repetition", "process", "pair", "control", "status", "reason",
-    "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
+    "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
+    "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
 ]  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def generations(records: list[dict]) -> pd.DataFrame:
     """One row per arm of S1b."""
     rows = [
         {name: r.get(name) for name in GENERATION}
-        | {name: r["point"].get(name) for name in POINT}
+        | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
         | {
             "control": bool(r.get("control")),
             "ttft_s": d.ttft_s(r),
@@ -181,7 +182,17 @@ def agree(cached: dict, uncached: dict) -> bool:
     return all(a == b or margin < 2 * difference for a, b, margin, difference in choices)
 
 
-PAIR = [*POINT, "repetition", "control", "pair", "refusal", "ttft_ratio", "tpot_speedup", "total_speedup"]
+def first_difference(cached: dict, uncached: dict) -> tuple[int | None, float | None]:
+    """The first output token (from 1) on which the arms differ, and by how much its choice led the second best."""
+    choices = zip(cached.get("token_ids") or [], uncached.get("token_ids") or [], cached.get("top2_margins") or [])
+    different = ((i, margin) for i, (one, other, margin) in enumerate(choices, start=1) if one != other)
+    return next(different, (None, None))
+
+
+PAIR = [
+    *POINT, "repetition", "control", "pair", "refusal", "first_difference", "margin",
+    "ttft_ratio", "tpot_speedup", "total_speedup",
+]  # fmt: skip
 
 
 def pairs(records: list[dict]) -> pd.DataFrame:
@@ -206,9 +217,10 @@ def pairs(records: list[dict]) -> pd.DataFrame:
                 "pair": cached["pair"],
             }
             | {"refusal": why}
+            | dict(zip(("first_difference", "margin"), first_difference(cached, uncached)))
             | ratios
         )
-    return numeric(pd.DataFrame(rows, columns=PAIR), "ttft_ratio", "tpot_speedup", "total_speedup")
+    return numeric(pd.DataFrame(rows, columns=PAIR), *PAIR[PAIR.index("first_difference") :])
 
 
 def steps(records: list[dict]) -> pd.DataFrame:
@@ -271,8 +283,8 @@ def attempts(records: list[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def void_reason(point: dict) -> str | None:
-    """Why a point's numbers do not count: its prompts were found in the server's prefix cache."""
-    share = prefix_hit_share(point)
+    """Why a point's numbers do not count: its prompts were found in the server's prefix cache, and should not be."""
+    share = None if point["point"].get("shared_prefix_tokens") else prefix_hit_share(point)
     return "prefix_hits" if share is not None and share > PREFIX_HIT_LIMIT else None
 
 
@@ -289,7 +301,7 @@ SERVING_POINT = [
     *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed",
     "kv_cache_usage_max", "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
     "client_over_server_ttft",
-    "tokens_conserved", "event_loop_lag_max_s", "void",
+    "tokens_conserved", "event_loop_lag_max_s", "client_saturated", "void",
 ]  # fmt: skip
 
 
@@ -329,6 +341,7 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
         "client_over_server_ttft": client_over_server_ttft(point, measured),
         "tokens_conserved": tokens_conserved(point, measured),
         "event_loop_lag_max_s": lag[1],
+        "client_saturated": client_saturated(point, measured),
         "void": void_reason(point),
     }
 
@@ -336,6 +349,13 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
 def most(samples: list[dict], name: str) -> float | None:
     values = [s[name] for s in samples if s.get(name) is not None]
     return max(values) if values else None
+
+
+def client_saturated(point: dict, measured: list[dict]) -> bool:
+    """The client's event loop was late by more than a hundredth of the median TTFT, half of the time."""
+    lag_s = (point.get("event_loop_lag_s") or [None])[0]
+    seen = [d.ttft_s(r) for r in measured if d.ttft_s(r) is not None]
+    return bool(lag_s and seen) and lag_s > CLIENT_LAG_LIMIT * float(np.median(seen))
 
 
 def littles_law(measured: list[dict], window: tuple[float, float] | None) -> float | None:
@@ -361,3 +381,18 @@ def tokens_conserved(point: dict, measured: list[dict]) -> bool | None:
     counted = (point.get("server_deltas") or {}).get("generation_tokens")
     tokens = [d.output_tokens(r) for r in measured]
     return None if counted is None or None in tokens else counted == sum(tokens)
+
+
+CEILING = ["quantity", "dtype", "threads", "shape", "repetition", "process", "value", "unit"]
+
+
+def ceilings(records: list[dict]) -> pd.DataFrame:
+    """One row per repetition of a ceiling: its best call, as bytes/s or FLOP/s, or as seconds per launch."""
+    rows = []
+    for r in [each for each in records if each["kind"] == "ceiling" and each["status"] == d.OK]:
+        best_s, launches = min(r["samples_s"]), r.get("launches")
+        work, unit = (r["bytes"], "B/s") if r.get("bytes") else (r.get("flops"), "FLOP/s")
+        value, unit = (best_s / launches, "s") if launches else (work / best_s, unit)
+        point = {name: r["point"].get(name) for name in CEILING[:4]} | {"shape": str(r["point"].get("shape") or "")}
+        rows.append(point | {name: r.get(name) for name in ("repetition", "process")} | {"value": value, "unit": unit})
+    return pd.DataFrame(rows, columns=CEILING)

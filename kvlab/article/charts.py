@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
@@ -19,7 +18,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
 
     `source` says where the numbers came from; with `reading` the chart's computed sentence follows it.
     """
-    key, numbers = f"charts.{draw.__name__}", readings.of(draw.__name__, *frames)
+    key, numbers = f"charts.{draw.__name__}", readings.of(draw, *frames)
     for each in prose.languages(language):
         images = drawing.images(draw(*frames, each))
         for extension, data in images.items():
@@ -35,7 +34,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
 
 def read(draw, *frames, language="both", source=""):
     """Displays the chart's computed sentence, or says that there is nothing to read yet."""
-    numbers = readings.of(draw.__name__, *frames)
+    numbers = readings.of(draw, *frames)
     key = f"charts.{draw.__name__}.reading" if numbers else "status.no_data"
     prose.say(key, language, source=source, **(numbers or {}))
 
@@ -232,16 +231,16 @@ def _stacked(ax, rows, arm, language):
 
 
 @chart
-def kv_bytes_by_context(generations, kv_bytes_per_token, language):
-    """Bytes of the actual cache tensors as points on the formula's line."""
+def kv_bytes_by_context(generations, formula, language):
+    """Bytes of the actual cache tensors as points on the line of `formula`, which maps (tokens, batch=) to bytes."""
     figure, (ax,) = drawing.panels(language, "kv_bytes_by_context", [""], height=3.1)
-    rows = readings.cache_sizes(generations)
-    tokens = np.array(sorted(set(rows["tokens"])))
-    if len(tokens):
-        ax.plot(tokens, tokens * kv_bytes_per_token, color=COLOUR["reference"], linestyle="--", linewidth=1.4)
+    rows = readings.cache_sizes(generations, formula).sort_values("tokens")
+    tokens = list(dict.fromkeys(rows["tokens"]))
+    if tokens:
+        ax.plot(rows["tokens"], rows["formula"], color=COLOUR["reference"], linestyle="--", linewidth=1.4)
         ax.scatter(rows["tokens"], rows["kv_cache_bytes"], color=COLOUR["cache"], s=42, zorder=3)
-        top, middle = rows.loc[rows["tokens"].idxmax()], tokens[len(tokens) // 2]
-        at_dot, on_line = (top["tokens"], top["kv_cache_bytes"]), (middle, middle * kv_bytes_per_token)
+        top, middle = rows.iloc[-1], rows[rows["tokens"] == tokens[len(tokens) // 2]].iloc[0]
+        at_dot, on_line = (top["tokens"], top["kv_cache_bytes"]), (middle["tokens"], middle["formula"])
         for key, place, shift, align, colour in (
             ("measured_points", at_dot, (-9, 3), "right", COLOUR["cache"]),
             ("formula", on_line, (10, -14), "left", COLOUR["reference"]),

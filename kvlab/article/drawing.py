@@ -22,6 +22,7 @@ FONT_FILE = "NotoSansCJKsc-Regular.otf"
 COLOUR = {  # after Okabe and Ito, safe for colour-blind eyes
     "cache": "#0072B2", "no_cache": "#D55E00", "vllm": "#009E73", "s1b": "#0072B2",
     "eager": "#4D4D4D", "sdpa": "#CC79A7", "reference": "#6A6A6A",
+    "tpot_speedup": "#E69F00", "total_speedup": "#56B4E9",
 }  # fmt: skip
 MARKER = {"cache": "o", "no_cache": "s", "eager": "s", "sdpa": "o", "vllm": "D", "s1b": "o"}
 LABEL_GAP_POINTS = 14
@@ -52,6 +53,16 @@ def chart(draw):
     return styled
 
 
+def read_by(reading):
+    """Gives a chart the function that reads its frames."""
+
+    def give(draw):
+        draw.reading = reading
+        return draw
+
+    return give
+
+
 def images(figure):
     """{"svg": bytes, "png": bytes} that depend on nothing but the figure: no date, version or random id."""
     found = {}
@@ -80,13 +91,16 @@ def tint(colour, share):
     return tuple(1 - (1 - part) * (1 - share) for part in to_rgb(colour))
 
 
-def panels(language, chart_name, titles, *, height=3.7, rows=1, sharey="row", sharex=False):
-    """A figure with the chart's title, and its axes with a title each; `height` is a row's, in inches."""
+def panels(language, chart_name, titles, *, height=3.7, rows=1, sharey="row", sharex=False, **numbers):
+    """A figure with the chart's title, and its axes with a title each; `height` is a row's, in inches.
+
+    `numbers` fill the chart's title.
+    """
     figure = Figure(figsize=(7.4, height * rows))
     axes = list(figure.subplots(rows, len(titles) // rows, squeeze=False, sharey=sharey, sharex=sharex).flat)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title)
-    figure.suptitle(prose.plain(f"charts.{chart_name}.title", language), x=0.012, ha="left")
+    figure.suptitle(prose.plain(f"charts.{chart_name}.title", language, **numbers), x=0.012, ha="left")
     return figure, axes
 
 

@@ -8,9 +8,13 @@ PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 
 
 def of(chart, *frames):
-    """{placeholder: number} for charts.<chart>'s sentences; None where the frames hold no usable row."""
+    """{placeholder: number} for a chart's sentences; None where the frames hold no usable row.
+
+    `chart` is its name, or the chart itself, which may carry a `reading` of its own.
+    """
     try:
-        return globals()[chart](*frames)
+        name = getattr(chart, "__name__", chart)
+        return (getattr(chart, "reading", None) or globals()[name])(*frames)
     except (IndexError, KeyError):  # a group that the sentence needs was not measured
         return None
 
@@ -211,19 +215,16 @@ def growth_side_by_side(generations, requests):
     return numbers
 
 
-def cache_sizes(generations):
-    """Measured bytes by tokens in the cache: the last output token is never fed back."""
+def cache_sizes(generations, formula):
+    """Measured bytes and the formula's by tokens in the cache: the last output token is never fed back."""
     rows = measured(generations[generations["use_cache"] == True]).dropna(subset=["kv_cache_bytes"])  # noqa: E712
-    tokens = (rows["context_length"] + rows["output_tokens"] - 1) * rows.get("batch_size", 1)
-    return rows.assign(tokens=tokens)
+    tokens = rows["context_length"] + rows["output_tokens"] - 1
+    batches = rows["batch_size"].fillna(1).astype(int) if "batch_size" in rows else tokens * 0 + 1
+    computed = [formula(length, batch=batch) for length, batch in zip(tokens, batches)]
+    return rows.assign(tokens=tokens * batches, formula=computed, per_token=[formula(1)] * len(rows))
 
 
-def kv_bytes_by_context(generations, kv_bytes_per_token):
-    rows = cache_sizes(generations).sort_values("tokens")
-    tokens = rows["tokens"].iloc[-1]
-    return {
-        "tokens": tokens,
-        "measured": rows["kv_cache_bytes"].iloc[-1],
-        "formula": kv_bytes_per_token * tokens,
-        "per_token": kv_bytes_per_token,
-    }
+def kv_bytes_by_context(generations, formula):
+    last = cache_sizes(generations, formula).sort_values("tokens").iloc[-1]
+    shown = {"tokens": "tokens", "measured": "kv_cache_bytes", "formula": "formula", "per_token": "per_token"}
+    return {name: last[column] for name, column in shown.items()}

@@ -113,7 +113,8 @@ def page(notebooks, language, title="", *, provenance=None, warnings=(), other_l
     `provenance` is {name: value}, `warnings` are sentences; a failed cell adds its own. Without `title`
     the first notebook's first heading is the page's title.
     """
-    cells = _joined(cell for each in notebooks for cell in split(each, language).cells)
+    cells = [cell for each in notebooks for cell in split(each, language).cells]
+    cells = _joined(sorted(cells, key=lambda cell: "closing" in _tags(cell)))  # limits and reruns end the page
     title = title or _take_title(cells)
     other = next(each for each in prose.LANGUAGES if each != language)
     if other_language_href is None:

@@ -11,7 +11,10 @@ from kvlab.analyse.findings import Answer, refusals, unstable
 from kvlab.analyse.summary import Estimate, interval
 from kvlab.article import prose
 
-ANSWER_FIGURES = {"q1": "tpot_by_context", "q2": "speedups_by_context"}
+ANSWER_FIGURES = {
+    "q1": "tpot_by_context", "q2": "speedups_by_context", "q3": "waterfall", "q4": "tier_gaps",
+    "q5": "kv_bytes_by_context",
+}  # fmt: skip
 
 
 def answers(found: list[Answer], environment: dict, language: str, source: str) -> None:
@@ -99,6 +102,9 @@ def provenance(profile: str, language: str) -> dict[str, str]:
         "kvlab": kvlab_version(known[-1]["kvlab"]),
         "records": ", ".join(stored(path, known[-1]["environment"]) for path in files),
     }
+    files = [r["model_files"] for kept in stored.values() for r in kept if r.get("model_files")]
+    if files:
+        facts["model_files"] = ", ".join(f"{name} sha256 {digest}…" for name, digest in files[-1].items())
     return {prose.plain(f"provenance.{name}", language): value for name, value in facts.items()}
 
 
@@ -144,7 +150,8 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     rows = points.sort_values(["context_length", "concurrency"]).to_dict("records")
     for row in rows:
         row["conserved"] = words[row["tokens_conserved"]]
-        row["counts"] = words[row["void"] is None and row["tokens_conserved"] is not False and not row["failed"]]
+        bad = row["void"] is not None or row["tokens_conserved"] is False or row["failed"] or row["client_saturated"]
+        row["counts"] = words[not bad]
     headings = {
         "concurrency": "label.concurrency:count",
         "context_length": "label.context_length:count",
@@ -157,25 +164,6 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
         "event_loop_lag_max_s": "checks.event_loop_lag:s",
         "counts": "checks.counts",
     }
-    prose.table(rows, headings, language, source=source)
-
-
-def slopes(found: pd.DataFrame, language: str, source: str) -> None:
-    """Local exponents of TPOT over context length, one row per kernel and neighbouring lengths."""
-    table = found.pivot_table(
-        index=["attention", "shorter", "longer"], columns="use_cache", values="slope"
-    ).reset_index()
-    rows = [
-        {
-            "attention": prose.both(f"label.{row['attention']}"),
-            "lengths": f"{row['shorter']} → {row['longer']}",
-            "no_cache": row.get(False),
-            "cache": row.get(True),
-        }
-        for row in table.to_dict("records")
-    ]
-    headings = {"attention": "sections.kernel", "lengths": "sections.lengths"}
-    headings |= {"no_cache": "label.no_cache", "cache": "label.cache"}
     prose.table(rows, headings, language, source=source)
 
 

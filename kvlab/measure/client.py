@@ -13,15 +13,15 @@ import ssl
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from urllib.parse import urlsplit
 
 import psutil
 
-from kvlab.measure import metrics, stream
+from kvlab.measure import metrics, sampling, stream
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"
 LAG_INTERVAL_S = 0.02
 now_s = time.perf_counter
 
@@ -37,7 +37,8 @@ class Target:
         """Request line and headers as bytes; the token is read here and kept nowhere."""
         url = urlsplit(self.base_url)
         root = url.path.rstrip("/").removesuffix("/v1")
-        lines = [f"{method} {root}{path} HTTP/1.1", f"Host: {url.netloc}", "Connection: close", "Accept: */*"]
+        lines = [f"{method} {root}{path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}"]
+        lines += ["Connection: close", "Accept: */*", "Accept-Encoding: identity"]
         if self.token_variable:
             if not (token := os.environ.get(self.token_variable)):
                 raise ValueError(f"{self.token_variable}, which should hold the server's token, is not set")
@@ -66,11 +67,12 @@ class Reader(asyncio.Protocol):
 
     def connection_made(self, transport):
         self.transport, self.reads, self.failure = transport, [], None
+        self.end = stream.End()
         self.ended = asyncio.get_running_loop().create_future()
 
     def data_received(self, data):
         self.reads.append((now_s(), data))  # every arrival time of the report is taken here
-        if data.endswith(LAST_CHUNK):
+        if self.end.came(data):
             self._end(None)
             self.transport.close()
 
@@ -114,19 +116,24 @@ async def _exchange(target, sent, timeout_s, not_before_s=None):
             reader.transport.write(sent.payload)
             await reader.ended
         if reader.failure is not None:
-            sent.trouble, sent.detail = "connection", repr(reader.failure)
+            sent.trouble, sent.detail = "connection", _without_address(reader.failure)
     except TimeoutError:
         sent.trouble, sent.detail = "timeout", f"no end within {timeout_s:g} s"
     except asyncio.CancelledError:
         sent.trouble = "interrupted"
         raise
     except OSError as error:
-        sent.trouble, sent.detail = "connection", str(error)
+        sent.trouble, sent.detail = "connection", _without_address(error)
     finally:
         sent.ended_s = now_s()
         if reader is not None:
             sent.reads = reader.reads
             reader.transport.abort()
+
+
+def _without_address(error):
+    """An error's words; those of asyncio name the address, which is nobody's business."""
+    return os.strerror(error.errno) if getattr(error, "errno", None) else type(error).__name__
 
 
 # ---- loops
@@ -224,6 +231,7 @@ class Run:
     cpu_times_s: list = field(default_factory=list)
     measured_from_s: float | None = None
     ended_s: float | None = None
+    telemetry: sampling.Telemetry | None = None  # of a server of our own; another's machine is unknown
 
 
 def run_point(
@@ -286,6 +294,7 @@ async def _measure(run):
     warm, measured = run.requests[: run.warmup], run.requests[run.warmup :]
     await _closed_loop(run.target, warm, run.width, 0.0, run.timeout_s)
     run.counters.append(await _fetch_metrics(run.target))
+    run.telemetry = sampling.Telemetry(run.server_pid) if run.server_pid else None
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     beside = [
         asyncio.create_task(_watch_lag(run.lags_s)),
@@ -293,21 +302,27 @@ async def _measure(run):
     ]
     run.measured_from_s = now_s()
     try:
-        if run.point["loop"] == "open":
-            rate_per_s = run.point["request_rate_per_s"]
-            await _open_loop(run.target, measured, rate_per_s, run.seed, run.timeout_s)
-        else:
-            stagger_s = run.stagger_s
-            if stagger_s is None:
-                stagger_s = median(sent.ended_s - sent.scheduled_s for sent in warm)
-            await _closed_loop(run.target, measured, run.width, stagger_s, run.timeout_s)
-        run.ended_s = now_s()
+        with run.telemetry or nullcontext():
+            await _send(run, warm, measured)
+            run.ended_s = now_s()
     finally:
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     run.counters.append(await _fetch_metrics(run.target))
+
+
+async def _send(run, warm, measured):
+    """The measured requests, in the loop that the point asks for."""
+    if run.point["loop"] == "open":
+        rate_per_s = run.point["request_rate_per_s"]
+        await _open_loop(run.target, measured, rate_per_s, run.seed, run.timeout_s)
+    else:
+        stagger_s = run.stagger_s
+        if stagger_s is None:
+            stagger_s = median(sent.ended_s - sent.scheduled_s for sent in warm)
+        await _closed_loop(run.target, measured, run.width, stagger_s, run.timeout_s)
 
 
 def _run_in_thread(measuring):
@@ -399,4 +414,5 @@ def _point_record(run, records):
         "server_deltas": metrics.deltas(before, after),
         "event_loop_lag_s": [median(run.lags_s), max(run.lags_s)] if run.lags_s else None,
         "server_cpu_time_s": _since(cpu_after_s, cpu_before_s),
+        "telemetry": run.telemetry and run.telemetry.record(),
     }  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kvlab import prompts, weights
-from kvlab.measure import memory, timing
+from kvlab.measure import memory, sampling, timing
 
 CACHES = ("dynamic", "static")
 WARM_UP_TOKENS = 512
@@ -180,6 +180,19 @@ def measure_negative_control(model: torch.nn.Module, point: dict, rng: numpy.ran
     return [{**record, "negative_control": True} for record in records]
 
 
+def measure_generation(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> dict:
+    """Run the point with the cache alone and return its raw record: a time, not half of a pair."""
+    inputs = _inputs(model, point, rng)
+    warmup_forwards = _warm_up(model, point, inputs)
+    raw, _ = _measure_arm(model, point, True, inputs)
+    return {"kind": "generation", "point": point, "use_cache": True, "warmup_forwards": warmup_forwards, **raw}
+
+
+def measure_memory(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> list[dict]:
+    """Run the point like a pair, for its memory alone: its times are those of a process that gives memory back."""
+    return [{**record, "kind": "memory"} for record in measure_pair(model, point, rng)]
+
+
 def _measure_arms(
     model: torch.nn.Module, point: dict, rng: numpy.random.Generator, really_cached: dict[bool, bool]
 ) -> list[dict]:
@@ -217,7 +230,7 @@ def _warm_up(model: torch.nn.Module, point: dict, inputs: dict) -> int:
     are one family: they run the same kernels for longer, at seconds a forward on a CPU. Returns the forwards' number.
     """
     length = min(point["context_length"], WARM_UP_TOKENS)
-    family = (length, *(point.get(name) for name in ("attention", "cache", "batch_size")))
+    family = (length, *(point.get(name) for name in ("attention", "cache", "batch_size", "layers")))
     if family not in _warm.setdefault(model, set()):
         _warm[model].add(family)
         prompt_ids = [row[:length] for row in inputs["prompt_ids"]]
@@ -230,12 +243,14 @@ def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: d
     device = next(model.parameters()).device
     memory.give_back()  # what an arm before this one has left, a failed one above all
     baseline_bytes, memory_source = memory.resident_set_bytes(), memory.start_peak(device)
+    sampled = sampling.Telemetry(card_uuid=_card_uuid(device))
     cpu_time_s = time.process_time()  # all threads of this process
     asked = {"output_tokens": point["output_tokens"], "cache": point.get("cache", "dynamic"), **inputs}
     synchronize = timing.synchronizer(device)
-    generation, status, reason = _attempt(
-        lambda: generate(model, use_cache=use_cache, synchronize=synchronize, **asked)
-    )
+    with sampled:
+        generation, status, reason = _attempt(
+            lambda: generate(model, use_cache=use_cache, synchronize=synchronize, **asked)
+        )
     cpu_time_s = time.process_time() - cpu_time_s
     peak_bytes, resident_bytes = memory.peak_bytes(device, memory_source), memory.resident_set_bytes()
     shown = vars(generation) if generation else dict.fromkeys(Generation.__dataclass_fields__)
@@ -244,8 +259,17 @@ def _measure_arm(model: torch.nn.Module, point: dict, use_cache: bool, inputs: d
         "token_count_source": "exact", "parameter_bytes": memory.parameter_bytes(model),
         "peak_memory_bytes": peak_bytes, "memory_source": memory_source, "cpu_time_s": cpu_time_s,
         "resident_set_bytes": resident_bytes, "resident_set_before_bytes": baseline_bytes,
+        "reserved_memory_bytes": memory.reserved_bytes(device), "telemetry": sampled.record(),
     }  # fmt: skip
     return raw, generation.logits if generation else []
+
+
+def _card_uuid(device: torch.device) -> str | None:
+    """The card's UUID as CUDA knows it, which no order of cards can confuse; None where it does not tell."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return uuid and f"GPU-{uuid}"
 
 
 def _attempt(run: Callable[[], Generation]) -> tuple[Generation | None, str, str | None]:

@@ -2,13 +2,17 @@
 
 import ctypes
 import gc
-from collections.abc import Iterator
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
 
 CLEAR_PEAK = "5"  # what Linux wants written to /proc/self/clear_refs to restart VmHWM
+PR_SET_PDEATHSIG = 1
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
@@ -92,6 +96,34 @@ def peak_bytes(device: torch.device, source: str) -> int | None:
     if source.startswith("none"):
         return None
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
+
+
+def reserved_bytes(device: torch.device) -> int | None:
+    """Return the peak that the allocator held of a card, used or not, since `start_peak`; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
+def in_a_fork(work: Callable[[], dict]) -> dict:
+    """Return what `work` returns in a copy of this process: no earlier work weighs on its memory. Linux only.
+
+    For a process in which torch has started no threads yet. Raises RuntimeError when the copy dies.
+    """
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            with os.fdopen(writable, "w") as answer:
+                json.dump(work(), answer)
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as answer:
+        text = answer.read()
+    _, status = os.waitpid(pid, 0)
+    if not text:
+        raise RuntimeError(f"the point's own process ended with status {os.waitstatus_to_exitcode(status)}")
+    return json.loads(text)
 
 
 def resident_set_bytes() -> int | None:

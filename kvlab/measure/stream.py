@@ -14,6 +14,11 @@ from typing import NamedTuple
 LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n|\Z)")
 DELTA_TEXT = ("content", "reasoning", "reasoning_content", "refusal", "tool_calls", "function_call")
 DETAIL_LENGTH = 300
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]+)[ \t]*(?:;[^\r\n]*)?\r\n")
+LAST_CHUNK = re.compile(rb"(?:\A|\r\n)0+[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n\Z")  # trailers may follow
+SHORT = 64  # bytes; an event with its framing is longer
+TAIL_LENGTH = 1024  # bytes in which the last chunk with its trailers has to fit
+UNFINISHED = ("abort", "error", "cancelled")  # finish reasons of an answer that is not whole
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,35 @@ class Malformed(ValueError):
     """The bytes are not what HTTP or server-sent events allow."""
 
 
+class End:
+    """Tells, read by read and at next to no cost, when an answer is whole though its connection stays open."""
+
+    def __init__(self):
+        self._start, self._tail, self._left, self._chunked = b"", b"", None, None
+
+    def came(self, data):
+        """True if the answer ends with these bytes; an answer without any framing ends with its connection."""
+        if self._chunked is None:
+            self._start += data
+            try:
+                status, headers, start = _answer_head(self._start)
+            except Malformed:
+                return False
+            self._chunked, data = _is_chunked(headers), self._start[start:]
+            length = "0" if status in (204, 304) else headers.get("content-length", "")
+            self._left = int(length) if length.isdecimal() and not self._chunked else None
+        if self._chunked:
+            ends = data.endswith(b"\r\n\r\n")
+            if ends or len(data) < SHORT:  # joined only where the end may have been cut in pieces
+                data = self._tail[-TAIL_LENGTH:] + data
+                ends = data.endswith(b"\r\n\r\n")
+            self._tail = data
+            return ends and LAST_CHUNK.search(data) is not None
+        if self._left is not None:
+            self._left -= len(data)
+        return self._left is not None and self._left <= 0
+
+
 def parse(reads):
     """Turn the reads of one connection, in order, into an Answer; never raises for what a server sent."""
     try:
@@ -56,9 +90,9 @@ def parse(reads):
         return Answer(error="connection", detail=str(error))
     if status != 200:
         return Answer(status, error=f"http_{status}", detail=_shorten(body))
-    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+    if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
         return Answer(status, error="malformed", detail=f"compressed by {encoding}, which was not asked for")
-    if headers.get("content-type", "").startswith("application/json"):
+    if body.lstrip()[:1] in (b"{", b"[", b"<"):  # JSON or a page: no line of an event stream begins so
         error = "server_error" if b'"error"' in body else "not_streamed"
         return Answer(status, error=error, detail=_shorten(body))
     return replace(_read_events(body, arrival_s), http_status=status)
@@ -74,7 +108,8 @@ def body(reads):
 
 
 def _shorten(body):
-    return body[:DETAIL_LENGTH].decode("utf-8", "replace")
+    text = body if isinstance(body, str) else body.decode("utf-8", "replace")
+    return text[:DETAIL_LENGTH].encode("utf-8", "replace").decode()  # JSON may smuggle in half a character
 
 
 # ---- HTTP/1.1
@@ -84,15 +119,8 @@ def _response(reads):
     """Return (status, headers, body, arrival_s), where arrival_s(i) is the arrival of the body's byte i."""
     raw = b"".join(data for _, data in reads)
     ends = list(accumulate(len(data) for _, data in reads))
-    start, status, headers = 0, 100, {}
-    while 100 <= status < 200:  # interim answers precede the real one
-        end = raw.find(b"\r\n\r\n", start)
-        if end < 0:
-            raise Malformed("closed before an answer" if not raw[start:] else "closed within the headers")
-        status, headers = _head(raw[start:end])
-        start = end + 4
-    chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-    pieces = _chunks(raw, start) if chunked else [(start, len(raw))]
+    status, headers, start = _answer_head(raw)
+    pieces = _chunks(raw, start) if _is_chunked(headers) else [(start, len(raw))]
     body = b"".join(raw[first:last] for first, last in pieces)
     body_ends = list(accumulate(last - first for first, last in pieces))
 
@@ -102,6 +130,22 @@ def _response(reads):
         return reads[bisect_left(ends, offset + 1)][0]
 
     return status, headers, body, arrival_s
+
+
+def _answer_head(raw):
+    """(status, headers, offset of the body) of the first answer that is not an interim one."""
+    start, status, headers = 0, 100, {}
+    while 100 <= status < 200:
+        end = raw.find(b"\r\n\r\n", start)
+        if end < 0:
+            raise Malformed("closed within the headers" if raw[start:] else "closed before an answer")
+        status, headers = _head(raw[start:end])
+        start = end + 4
+    return status, headers, start
+
+
+def _is_chunked(headers):
+    return "chunked" in headers.get("transfer-encoding", "").lower()
 
 
 def _head(block):
@@ -116,14 +160,8 @@ def _head(block):
 def _chunks(raw, start):
     """(first, last) offsets of each chunk of a chunked body; one cut off counts as far as it came."""
     pieces = []
-    while (line_end := raw.find(b"\r\n", start)) >= 0:
-        try:
-            size = int(raw[start:line_end].split(b";")[0], 16)
-        except ValueError:
-            break
-        if size == 0:
-            break
-        first = line_end + 2
+    while (line := CHUNK_SIZE.match(raw, start)) and (size := int(line[1], 16)):
+        first = line.end()
         pieces.append((first, min(first + size, len(raw))))
         start = first + size + 2
     return pieces
@@ -160,20 +198,23 @@ def _read_events(body, arrival_s):
         if data.strip() == "[DONE]":
             done = True
             break
+        if not data.strip():  # a heartbeat
+            continue
         try:
             event = json.loads(data)
-        except ValueError:
-            problem = {"error": "malformed", "detail": data[:DETAIL_LENGTH]}
+        except (ValueError, RecursionError):
+            if name in ("", "message", "error"):  # events of other names are nobody's tokens
+                error = "server_error" if name == "error" else "malformed"
+                problem = {"error": error, "detail": _shorten(data)}
             continue
         message = _error_message(name, event)
         if message is not None:
-            problem = {"error": "server_error", "detail": message[:DETAIL_LENGTH]}
+            problem = {"error": "server_error", "detail": _shorten(message)}
             break
         usage = _object(event.get("usage"))
-        count = usage.get("completion_tokens")
-        count = count if isinstance(count, int) else None
+        count = _count_in(usage, "completion_tokens")
         total = total if count is None else count
-        prompt_tokens = usage.get("prompt_tokens") or prompt_tokens
+        prompt_tokens = _count_in(usage, "prompt_tokens") or prompt_tokens
         choices = event.get("choices")
         if isinstance(choices, list) and choices:
             chunks.append(_chunk(choices, count, at_s))
@@ -181,6 +222,8 @@ def _read_events(body, arrival_s):
     finished = answer.finish_reason is not None or done
     if problem.get("error") == "malformed" and not finished:
         problem = {"error": "truncated", "detail": problem["detail"]}
+    elif not problem and answer.finish_reason in UNFINISHED:
+        problem = {"error": "server_error", "detail": f"it gave up: {answer.finish_reason}"}
     elif not problem and not finished:
         problem = {"error": "truncated", "detail": "the stream ended without finish reason and end marker"}
     return replace(answer, prompt_tokens=prompt_tokens, done=done, **problem)
@@ -194,6 +237,11 @@ def _error_message(name, event):
         return None
     error = event.get("error") or event
     return str(_object(error).get("message", error))
+
+
+def _count_in(usage, name):
+    value = usage.get(name)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _object(value):
@@ -230,7 +278,7 @@ def _count(chunks, total):
         arrival_times_s=arrivals_s,
         chunk_tokens=[tokens for _, tokens in carriers],
         finished_s=finished_s,
-        finish_reason=finish.finish_reason if finish else None,
+        finish_reason=_shorten(str(finish.finish_reason)) if finish else None,
         output_tokens=total if told else (len(carriers) or None),
         token_count_source="usage" if told else "estimated",
         text="".join(chunk.text for chunk in chunks),
@@ -243,4 +291,5 @@ def _running_counts(chunks):
     counts = [count for _, count in counted]
     if any(chunk.carries and not chunk.count for chunk in chunks) or counts != sorted(counts):
         return []
-    return counted
+    per_chunk = len(counts) > 1 and counts[0] == counts[-1] < sum(chunk.carries for chunk in chunks)
+    return [] if per_chunk else counted

@@ -1,0 +1,165 @@
+"""Where one token's time goes, and what of it an infinitely good engine could still remove."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+
+from kvlab.analyse import cost
+from kvlab.analyse import definitions as d
+from kvlab.analyse.summary import Estimate, interval
+
+PARTS = ("weights", "kv_reads", "cache_copies", "launch", "sampling", "serving")
+COMPUTED = ("weights", "kv_reads", "cache_copies")  # bytes by the configuration over a measured bandwidth
+
+
+@dataclass(frozen=True)
+class Token:
+    """One stack's time per token in seconds at one context length, and the parts that are known of it."""
+
+    stack: str
+    tpot_s: pd.Series  # one value per repetition
+    parts: dict[str, float]  # name of PARTS -> seconds; "serving" is what remains
+    threads: int
+
+    @property
+    def floor_s(self) -> float:
+        """Bytes that any engine has to read for the token, over the measured bandwidth: weights and KV cache."""
+        return self.parts["weights"] + self.parts["kv_reads"]
+
+    @property
+    def removable(self) -> Estimate:
+        """Share of TPOT above the floor."""
+        return interval(1 - self.floor_s / self.tpot_s)
+
+
+def ceiling(ceilings: pd.DataFrame, quantity: str, threads: int | None = None) -> Estimate:
+    """The machine's ceiling of a quantity, over repetitions; of several shapes the one that runs fastest."""
+    rows = ceilings[ceilings["quantity"] == quantity]
+    rows = rows if threads is None else rows[rows["threads"] == threads]
+    by_shape = [interval(group["value"]) for _, group in rows.groupby("shape")]
+    return max(by_shape, key=lambda estimate: estimate.median, default=interval([]))
+
+
+def cached(generations: pd.DataFrame, attention: str, context_length: int) -> pd.DataFrame:
+    keep = (
+        (generations["status"] == d.OK) & ~generations["control"].astype(bool) & generations["use_cache"].astype(bool)
+    )
+    at = (generations["attention"] == attention) & (generations["context_length"] == context_length)
+    return generations[keep & at]
+
+
+def floor_parts(a: cost.Architecture, dtype: str, tokens: int, bytes_per_s: float) -> dict[str, float]:
+    """Seconds to read the weights and the cache of `tokens` tokens once."""
+    read = {"weights": cost.step_weight_bytes(a, dtype), "kv_reads": cost.kv_cache_bytes(a, tokens, dtype)}
+    return {name: count / bytes_per_s for name, count in read.items()}
+
+
+def transformers_token(
+    cache: str, a: cost.Architecture, rows: pd.DataFrame, thin: pd.DataFrame, ceilings: pd.DataFrame, threads: int
+) -> Token:
+    """A token of Transformers, executed eagerly, with a dynamic or a static cache.
+
+    `rows` are its generations, `thin` those of the same layers with matrices of next to nothing: what is left there
+    is launches and Python. `ceilings` hold "sampling" too.
+    """
+    first = rows.iloc[0]
+    tokens = int(first["context_length"] + first["output_tokens"] // 2)
+    parts = floor_parts(a, first["dtype"], tokens, ceiling(ceilings, "read", threads).median)
+    copied = cost.cache_copy_bytes(a, tokens, first["dtype"], first["attention"], cache)
+    parts["cache_copies"] = copied / ceiling(ceilings, "copy", threads).median
+    parts["launch"] = float(thin["tpot_s"].median())
+    parts["sampling"] = ceiling(ceilings, "sampling").median
+    return Token(cache, rows["tpot_s"], parts, threads)
+
+
+def vllm_token(a: cost.Architecture, dtype: str, requests: pd.DataFrame, ceilings: pd.DataFrame, threads: int) -> Token:
+    """A token of vLLM with one request in flight; all beyond its floor is one part, since nothing splits it."""
+    tokens = int(requests["context_length"].iloc[0] + requests["output_tokens"].iloc[0] // 2)
+    parts = floor_parts(a, dtype, tokens, ceiling(ceilings, "read", threads).median)
+    parts["serving"] = float(requests["tpot_s"].median()) - sum(parts.values())
+    return Token("vllm", requests["tpot_s"], parts, threads)
+
+
+def tokens(
+    p: SimpleNamespace,
+    a: cost.Architecture,
+    generations: pd.DataFrame,
+    apart: pd.DataFrame,
+    requests: pd.DataFrame,
+    ceilings: pd.DataFrame,
+) -> list[Token]:
+    """The token of every stack at the length of `apart`, the generations of anatomy.jsonl."""
+    kernel, context_length, found = p.attention_kernels[-1], apart["context_length"].max(), []
+    for cache, frame in (("dynamic", generations), ("static", apart)):
+        rows = cached(frame[(frame["cache"] == cache) & (frame["model"] == p.model)], kernel, context_length)
+        thin = cached(apart[(apart["cache"] == cache) & (apart["model"] == f"thin:{p.model}")], kernel, context_length)
+        if len(rows) and len(thin) and ceiling(ceilings, "read", p.threads).n:
+            found.append(transformers_token(cache, a, rows, thin, ceilings, p.threads))
+    keep = (requests["status"] == d.OK) & (requests["phase"] == "measured") & requests["void"].isna()
+    alone = requests[keep & (requests["concurrency"] == 1) & (requests["context_length"] == context_length)]
+    threads = p.server_threads if p.device == "cpu" else p.threads
+    alone = alone.groupby("repetition")[
+        ["tpot_s", "context_length", "output_tokens"]
+    ].median()  # requests are no repetitions
+    if len(alone) and ceiling(ceilings, "read", threads).n:
+        found.append(vllm_token(a, p.dtype, alone, ceilings, threads))
+    return found
+
+
+def waterfall(found: list[Token]) -> pd.DataFrame:
+    """One row per stack and part: seconds, where the part starts, both over the stack's own floor, and its basis."""
+    rows = []
+    for token in found:
+        start_s, tpot_s = 0.0, float(token.tpot_s.median())
+        left = {} if "serving" in token.parts else {"unexplained": tpot_s - sum(token.parts.values())}
+        for part, seconds in (token.parts | left).items():
+            basis = "computed" if part in COMPUTED else "measured" if part in ("launch", "sampling") else "remainder"
+            rows.append(
+                {"stack": token.stack, "part": part, "basis": basis, "threads": token.threads, "seconds": seconds}
+                | {"start": start_s / token.floor_s, "length": seconds / token.floor_s}
+                | {"tpot_s": tpot_s, "floor_s": token.floor_s}
+            )
+            start_s += seconds
+    names = ["stack", "part", "basis", "threads", "seconds", "start", "length", "tpot_s", "floor_s"]
+    return pd.DataFrame(rows, columns=names)
+
+
+SLICE = ["layers", "repetition", "process", "context_length", "output_tokens", "ttft_s", "tpot_s"]
+
+
+def slices(records: list[dict]) -> pd.DataFrame:
+    """One row per generation of a layer slice."""
+    rows = [
+        {name: r["point"].get(name, r.get(name)) for name in SLICE} | {"ttft_s": d.ttft_s(r), "tpot_s": d.tpot_s(r)}
+        for r in records
+        if r["kind"] == "generation" and r["point"].get("layers") and r["status"] == d.OK
+    ]
+    return pd.DataFrame(rows, columns=SLICE).astype({"ttft_s": float, "tpot_s": float})
+
+
+def extrapolated(frame: pd.DataFrame, value: str, layers: int) -> pd.DataFrame:
+    """Per repetition a straight line over the slices: seconds per layer, of the rest (head), and of all `layers`."""
+    rows = []
+    for repetition, group in frame.groupby("repetition"):
+        if group["layers"].nunique() > 1:
+            slope, intercept = np.polyfit(group["layers"], group[value], 1)
+            rows.append(
+                {
+                    "repetition": repetition,
+                    "per_layer_s": slope,
+                    "rest_s": intercept,
+                    "whole_s": intercept + slope * layers,
+                }
+            )
+    return pd.DataFrame(rows, columns=["repetition", "per_layer_s", "rest_s", "whole_s"])
+
+
+def slice_removable(frame: pd.DataFrame, a: cost.Architecture, dtype: str, bytes_per_s: float) -> Estimate:
+    """Share above the floor of one token of the whole architecture, extrapolated from its slices."""
+    whole = extrapolated(frame, "tpot_s", a.layers)["whole_s"]
+    if whole.empty:
+        return interval([])
+    read = floor_parts(a, dtype, int(frame["context_length"].iloc[0]), bytes_per_s)
+    return interval(1 - sum(read.values()) / whole)

@@ -1,0 +1,285 @@
+"""The article's explaining room: ceilings, predictions, one token taken apart, and the tiers of machines."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from kvlab.analyse import breakdown
+from kvlab.analyse.calibrate import Calibration
+from kvlab.analyse.predict import Prediction
+from kvlab.analyse.predictions import FIGURES
+from kvlab.analyse.summary import interval
+from kvlab.article import drawing, prose
+from kvlab.article.drawing import chart, label
+
+COLOUR = {
+    "weights": "#0072B2", "kv_reads": "#56B4E9", "cache_copies": "#E69F00", "launch": "#D55E00",
+    "sampling": "#CC79A7", "serving": "#009E73", "unexplained": "#B0B0B0",
+}  # fmt: skip
+PREDICTED, MEASURED = "#6A6A6A", "#0072B2"
+FIGURE_COLOUR = {"ttft_s": "#0072B2", "tpot_cache_s": "#009E73", "tpot_no_cache_s": "#D55E00"}
+CEILINGS = {"read": "rate_bytes", "copy": "rate_bytes", "gemm": "rate_flops", "launch": "seconds", "layer": "seconds"}
+
+
+@chart
+def waterfall(parts, language):
+    """Where one token's time goes: a panel per stack, each in multiples of its own floor."""
+    stacks = list(dict.fromkeys(parts["stack"]))
+    titles = [stack_title(parts, stack, language) for stack in stacks] or [""]
+    figure, axes = drawing.panels(language, "waterfall", titles, rows=len(titles), height=2.3, sharey=False)
+    for ax, stack in zip(axes, stacks):
+        _steps(ax, parts[parts["stack"] == stack], language)
+    if not stacks:
+        drawing.nothing(axes[0], language)
+    axes[-1].set_xlabel(label("times_floor", language))
+    return figure
+
+
+def stack_title(parts, stack, language):
+    threads = int(parts.loc[parts["stack"] == stack, "threads"].iloc[0])
+    return prose.plain(f"label.stack_{stack}", language, threads=threads)
+
+
+def _steps(ax, rows, language):
+    """One bar per part, each starting where the one before ended, then the whole token."""
+    for height, row in enumerate(rows.to_dict("records")):
+        pale = drawing.tint(COLOUR[row["part"]], 0 if row["basis"] == "measured" else 0.35)
+        hatch = {"computed": "///", "remainder": ""}.get(row["basis"])
+        ax.barh(height, row["length"], left=row["start"], color=pale, edgecolor=COLOUR[row["part"]], hatch=hatch)
+        end = max(row["start"], row["start"] + row["length"])
+        ax.text(end, height, f"  {prose.friendly(row['seconds'], 's', language)}", va="center", fontsize=8.5)
+    whole = rows["tpot_s"].iloc[0] / rows["floor_s"].iloc[0]
+    ax.barh(len(rows), whole, color="#444444")
+    text = f"  {prose.friendly(rows['tpot_s'].iloc[0], 's', language)}"
+    ax.text(whole, len(rows), text, va="center", fontsize=8.5)
+    names = [part_name(part, basis, language) for part, basis in zip(rows["part"], rows["basis"])]
+    ax.set_yticks(range(len(rows) + 1), [*names, label("measured_tpot", language)])
+    ax.set(xlim=(0, max(whole, (rows["start"] + rows["length"]).max()) * 1.18), ylim=(len(rows) + 0.6, -0.6))
+    ax.axvline(1, color=drawing.COLOUR["reference"], linewidth=1, linestyle=":", zorder=0)
+    ax.grid(False)
+
+
+def part_name(part, basis, language):
+    return prose.plain(
+        "label.part", language, part=label(f"part_{part}", language), basis=label(f"basis_{basis}", language)
+    )
+
+
+def waterfall_numbers(parts):
+    """Of the first stack: TPOT over its floor, and its largest part that no engine has to pay."""
+    rows = parts[parts["stack"] == parts["stack"].iloc[0]]
+    avoidable = rows[~rows["part"].isin(["weights", "kv_reads"])]
+    largest = avoidable.loc[avoidable["seconds"].idxmax()]
+    return {
+        "stack": prose_both("label.stack_name", rows["stack"].iloc[0]),
+        "tpot": rows["tpot_s"].iloc[0],
+        "floor": rows["floor_s"].iloc[0],
+        "over": rows["tpot_s"].iloc[0] / rows["floor_s"].iloc[0],
+        "largest": prose_both("label.part", largest["part"]),
+        "largest_s": largest["seconds"],
+    }
+
+
+def prose_both(prefix, name):
+    return {each: prose.plain(f"{prefix}_{name}", each) for each in prose.LANGUAGES}
+
+
+waterfall.reading = waterfall_numbers
+
+
+@chart
+def slice_by_layers(frame, layers, language):
+    """TPOT and TTFT of the first layers of a large model, and the straight line to all of its layers."""
+    names = ("tpot_s", "ttft_s")
+    titles = [label(name.removesuffix("_s"), language) for name in names]
+    figure, axes = drawing.panels(language, "slice_by_layers", titles, height=3.3, sharey=False)
+    for ax, value in zip(axes, names):
+        drawing.dots(ax, frame, "layers", value, "cache")
+        fit = breakdown.extrapolated(frame, value, layers)
+        if len(fit):
+            ends = [fit["rest_s"].median(), fit["rest_s"].median() + fit["per_layer_s"].median() * layers]
+            ax.plot([0, layers], ends, color=drawing.COLOUR["reference"], linestyle="--", linewidth=1.4)
+            grey = drawing.COLOUR["reference"]
+            ax.text(0.05, 0.93, label("extrapolated", language), transform=ax.transAxes, va="top", color=grey)
+        drawing.line(ax, frame, "layers", value, "cache")
+        ax.set_xlabel(label("layers", language))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        drawing.friendly_y([ax], "s", language, "", from_zero=True)
+    return figure
+
+
+def slice_numbers(frame, layers):
+    fit = breakdown.extrapolated(frame, "tpot_s", layers)
+    if fit.empty:
+        raise IndexError("no line through fewer than two slices")
+    return {
+        "layers": layers,
+        "deepest": frame["layers"].max(),
+        "per_layer": interval(fit["per_layer_s"]),
+        "rest": fit["rest_s"].median(),
+        "whole": interval(fit["whole_s"]),
+    }
+
+
+slice_by_layers.reading = slice_numbers
+
+
+@chart
+def prediction_residuals(residuals, language):
+    """Measured over predicted, by context length: 1 is a prediction that came true."""
+    titles = [label(f"figure_{name}", language) for name in FIGURES]
+    figure, axes = drawing.panels(language, "prediction_residuals", titles, height=3.3)
+    for ax, name in zip(axes, FIGURES):
+        rows = residuals[residuals["figure"] == name]
+        for kernel, group in rows.groupby("attention"):
+            drawing.dots(ax, group, "context_length", "ratio", kernel)
+            drawing.line(ax, group, "context_length", "ratio", kernel)
+        ax.axhline(1, color=drawing.COLOUR["reference"], linewidth=1, linestyle="--")
+        drawing.octaves(ax, rows["context_length"], language, "context_length")
+    drawing.friendly_y(axes, "x", language, label("measured_over_predicted", language))
+    ends = residuals[residuals["figure"] == FIGURES[-1]].groupby("attention")
+    last = [
+        (group.loc[group["context_length"] == group["context_length"].max(), "ratio"].median(), kernel)
+        for kernel, group in ends
+    ]
+    drawing.end_labels(axes[-1], [(y, drawing.kernel_label(k, language), drawing.colour_of(k)) for y, k in last])
+    return figure
+
+
+def residual_numbers(residuals):
+    fair = residuals[residuals["attention"] == sorted(residuals["attention"].unique())[-1]]
+    middle = fair.groupby("figure")["ratio"].median()
+    return {name.removesuffix("_s"): middle[name] for name in FIGURES} | {"points": residuals["point"].nunique()}
+
+
+prediction_residuals.reading = residual_numbers
+
+
+@chart
+def tier_gaps(gaps, language):
+    """How many times faster the other machine is, phase by phase, beside the ratio of the ceiling that rules it."""
+    figure, (ax,) = drawing.panels(language, "tier_gaps", [""], height=3.0)
+    for height, row in enumerate(gaps.to_dict("records")):
+        for value, colour, marker in (("gap", MEASURED, "o"), ("ceiling", PREDICTED, "D")):
+            ax.scatter(row[value], height, color=colour, marker=marker, s=60, zorder=3)
+            name = label(f"tier_{row['phase']}_{value}", language)
+            text = f"{name} {prose.friendly(row[value], 'x', language)}"
+            shift = (0, 11) if value == "gap" else (0, -19)
+            ax.annotate(
+                text, (row[value], height), shift, ha="center", color=colour, textcoords="offset points", fontsize=9
+            )
+        ax.plot([row["gap_low"], row["gap_high"]], [height, height], color=MEASURED, linestyle="--", linewidth=2)
+    ax.set_xscale("log")
+    ax.set(ylim=(-0.7, max(len(gaps), 1) - 0.3))
+    if len(gaps):
+        values = gaps[["gap", "ceiling", "gap_low", "gap_high"]].to_numpy().ravel()
+        ticks = [
+            tick
+            for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+            if values.min() / 3 < tick < values.max() * 3
+        ]
+        ax.set_xlim(values.min() / 2.5, values.max() * 2.5)
+        drawing.fixed_ticks(ax.xaxis, ticks, lambda value: prose.plain("unit.ratio", language, number=f"{value:g}"))
+    else:
+        drawing.nothing(ax, language)
+    ax.set_yticks(range(len(gaps)), [label(phase, language) for phase in gaps["phase"]])
+    ax.set_xlabel(label("times_faster", language))
+    return figure
+
+
+def tier_numbers(gaps):
+    by_phase = gaps.set_index("phase")
+    return {
+        f"{phase}_{value}": by_phase.loc[phase, value] for phase in ("ttft", "tpot") for value in ("gap", "ceiling")
+    }
+
+
+tier_gaps.reading = tier_numbers
+
+
+# --- tables and sentences
+
+
+def unmeasured_slices(records: list[dict], language: str) -> None:
+    """Why there is no slice of the large model, where it was asked for and did not run."""
+    failed = [r for r in records if r["status"] != "ok"]
+    if failed and len(failed) == len(records):
+        prose.say("status.missing_section", language, reason=failed[-1]["reason"] or failed[-1]["status"])
+
+
+def ceilings(frame: pd.DataFrame, language: str, source: str) -> None:
+    """Every ceiling of this machine with its interval, in units for people."""
+    rows = []
+    for (quantity, threads, shape), group in frame.groupby(["quantity", "threads", "shape"], sort=False):
+        divisor, unit = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e9, "GFLOP/s"), "s": (1e-6, "µs")}[group["unit"].iloc[0]]
+        what = prose.both(f"ceiling.{quantity}", shape=shape.strip("[]").replace(", ", " x "))
+        rows.append({"what": what, "threads": threads, "value": interval(group["value"] / divisor), "unit": unit})
+    headings = {
+        "what": "ceiling.what",
+        "threads": "ceiling.threads:count",
+        "value": "ceiling.value",
+        "unit": "ceiling.unit",
+    }
+    prose.table(rows, headings, language, source=source)
+
+
+def predicted(rows: list[dict], language: str, source: str) -> None:
+    """What was written down for every point, before or after its measurement."""
+    table = [
+        row | {"attention": prose.both(f"label.{row['attention']}"), "when": prose.both(f"prediction.{row['when']}")}
+        for row in rows
+    ]
+    headings = {"attention": "sections.kernel", "context_length": "label.context_length:count"}
+    headings |= {name: f"label.figure_{name}:s" for name in FIGURES}
+    headings |= {"kv_cache_bytes": "label.kv_bytes:B", "weights_and_cache_bytes": "prediction.weights_and_cache:B"}
+    headings |= {"when": "prediction.when"}
+    prose.table(table, headings, language, source=source)
+    count = {when: sum(row["when"] == when for row in rows) for when in ("before", "after", "unmeasured")}
+    prose.say("prediction.honesty", language, source=source, **count)
+
+
+def calibrated(fitted: Calibration | None, language: str, source: str) -> None:
+    """How far the calibrated predictor lies from lengths that it was not fitted to."""
+    if fitted is None:
+        prose.say("status.no_data", language)
+        return
+    lengths = sorted({point.case.context for point in fitted.held_out})
+    listed = ", ".join(f"{length:,}" for length in lengths)
+    misses = np.abs(fitted.residuals)
+    numbers = {"points": len(misses), "middle": float(np.median(misses)), "largest": float(misses.max())}
+    prose.say("prediction.calibrated", language, source=source, lengths=listed, **numbers)
+
+
+def engine(found: list[breakdown.Token], large, language: str, source: str) -> None:
+    """What an infinitely good engine could still remove of one token, stack by stack, and of the large model's."""
+    for token in found:
+        stack = prose_both("label.stack_name", token.stack)
+        prose.say("anatomy.removable", language, source=source, stack=stack, share=token.removable)
+    if large.n:
+        prose.say("anatomy.removable_large", language, source=source, share=large)
+
+
+def side_by_side(rows: list[dict], language: str, source: str) -> None:
+    """Every run at hand and the predicted card, one row each, labelled."""
+    priced = any(row["price"] for row in rows)
+    table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
+    headings = {
+        "profile": "tiers.profile",
+        "machine": "answer.machine",
+        "model": "machine.model",
+        "dtype": "machine.dtype",
+    }
+    headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
+    headings |= (
+        {"throughput": "tiers.throughput:rate"} | ({"cost": "tiers.cost"} if priced else {}) | {"kind": "tiers.kind"}
+    )
+    prose.table(table, headings, language, source=source)
+
+
+def ranges(row: dict) -> dict:
+    """A predicted row's times as text with their range: a prediction has no n."""
+    predictions = {name: row[name] for name in ("ttft", "tpot") if isinstance(row[name], Prediction)}
+    return {
+        name: prose.both("tiers.range", value=each.value, low=each.low, high=each.high)
+        for name, each in predictions.items()
+    }

@@ -1,0 +1,144 @@
+"""One what-if as numbers and a picture: predictions at a chosen point, measured points on top where there are any."""
+
+import io
+from dataclasses import dataclass, replace
+
+import matplotlib.style
+import numpy as np
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from PIL import Image
+
+from kvlab.analyse import cost, predict
+from kvlab.analyse.predict import Case, Machine
+from kvlab.article import drawing, prose
+from kvlab.article.drawing import COLOUR
+
+DOTS_PER_INCH = 80
+WIDTH_PIXELS = 592  # of every figure: 7.4 inches
+ARMS = ((True, "cache"), (False, "no_cache"))
+QUANTITIES = {  # in the order of the table: unit
+    "ttft_s": "s", "tpot_s": "s", "tpot_no_cache_s": "s", "total_s": "s", "total_no_cache_s": "s",
+    "tpot_speedup": "x", "total_speedup": "x",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the controls say."""
+
+    machine: Machine
+    case: Case
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one request at its end, as an engine keeps it."""
+        tokens = self.case.context + self.case.output_tokens
+        return cost.kv_cache_bytes(self.case.model, tokens, self.case.kv_dtype or self.case.dtype, layout="engine")
+
+    @property
+    def requests_that_fit(self) -> int | None:
+        """In the memory that the weights leave; None where the machine's memory is not known."""
+        if not self.machine.memory_bytes:
+            return None
+        left = self.machine.memory_bytes - cost.weight_bytes(self.case.model, self.case.dtype)
+        return max(0, int(left // self.kv_bytes))
+
+
+def numbers(choice: Choice) -> dict[str, tuple]:
+    """Row -> (value, unit, regime or None), each value predicted or computed from the model's configuration."""
+    found = {name: predict.predict(choice.machine, choice.case, name) for name in QUANTITIES}
+    rows = {name: (found[name].value, unit, found[name].regime) for name, unit in QUANTITIES.items()}
+    return rows | {
+        "kv_bytes": (choice.kv_bytes, "B", None),
+        "requests_that_fit": (choice.requests_that_fit, "count", None),
+    }
+
+
+def table(choice: Choice, language: str) -> str:
+    """The numbers as an HTML table that says what kind of number each is."""
+    rows = [
+        {
+            "what": prose.both(f"choice.{name}"),
+            "value": prose.friendly(value, unit, language),
+            "regime": prose.both(f"choice.{regime}") if regime else None,
+            "kind": prose.both("kind.predicted" if regime else "choice.computed"),
+        }
+        for name, (value, unit, regime) in numbers(choice).items()
+    ]
+    headings = {name: f"choice.{name}" for name in ("what", "value", "regime", "kind")}
+    return prose.html_table(rows, headings, language, choice.machine.source or choice.machine.name)
+
+
+def curve_point(choice: Choice, context: int) -> dict[str, float]:
+    """What the picture shows at one context length: TPOT of both arms in seconds, and both speed-ups."""
+    case = replace(choice.case, context=context)
+    prefill_s = predict.ttft_s(choice.machine, case).value
+    tpot = {name: predict.tpot_s(choice.machine, case, use_cache).value for use_cache, name in ARMS}
+    total = {name: prefill_s + (case.output_tokens - 1) * step_s for name, step_s in tpot.items()}
+    speedups = {"tpot_speedup": tpot, "total_speedup": total}
+    return tpot | {name: arms["no_cache"] / arms["cache"] for name, arms in speedups.items()}
+
+
+class Picture:
+    """TPOT and speed-ups over context length; made once, so that a move costs a redraw and no new layout."""
+
+    def __init__(self, language: str) -> None:
+        self._language = language
+        names = [drawing.label(name, language) for name in ("tpot", "speedup_axis")]
+        drawing.font_path()
+        with matplotlib.style.context(drawing.STYLE):
+            self._figure, axes = drawing.panels(language, "choice", names, height=3.4, sharey=False)
+            self._tpot, self._gain = axes
+            arms, gains = ("cache", "no_cache"), ("tpot_speedup", "total_speedup")
+            self._lines = {name: self._line(self._tpot, name, COLOUR[name], "s") for name in arms}
+            colours = dict(zip(gains, (COLOUR["vllm"], COLOUR["sdpa"])))
+            self._lines |= {name: self._line(self._gain, name, colours[name], "x") for name in gains}
+            for ax, names in ((self._tpot, arms), (self._gain, gains)):
+                for height, name in zip((0.92, 0.82), names):
+                    colour, text = self._lines[name]["predicted"].get_color(), drawing.label(name, language)
+                    ax.text(0.03, height, text, transform=ax.transAxes, color=colour)
+            self._figure.set_layout_engine("none")
+            self._tpot.set_position((0.11, 0.18, 0.36, 0.62))
+            self._gain.set_position((0.61, 0.18, 0.37, 0.62))
+            self._figure.set_dpi(DOTS_PER_INCH)
+            self._canvas = FigureCanvasAgg(self._figure)
+
+    def _line(self, ax, name: str, colour: str, unit: str) -> dict:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        ax.yaxis.set_major_formatter(lambda value, _: prose.friendly(value, unit, self._language))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlabel(drawing.label("context_length", self._language))
+        (predicted,) = ax.plot([1, 2], [1, 2], linestyle="--", color=colour)
+        (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour)
+        (measured,) = ax.plot([1], [1], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
+        return {"predicted": predicted, "chosen": chosen, "measured": measured, "ax": ax}
+
+    def draw(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None = None) -> bytes:
+        """The picture as PNG; `measured` has columns context_length, use_cache and tpot_s."""
+        points = {n: curve_point(choice, n) for n in sorted({*lengths, choice.case.context})}
+        for name, line in self._lines.items():
+            line["predicted"].set_data(lengths, [points[n][name] for n in lengths])
+            line["chosen"].set_data([choice.case.context], [points[choice.case.context][name]])
+            line["measured"].set_data(*self._measured(name, measured))
+        for ax in (self._tpot, self._gain):
+            heights = [y for line in self._lines.values() if line["ax"] is ax for y in line["predicted"].get_ydata()]
+            heights += [y for line in self._lines.values() if line["ax"] is ax for y in line["measured"].get_ydata()]
+            ax.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
+            ax.set_ylim(min(heights) / 1.4, max(heights) * 1.4)
+        with matplotlib.style.context(drawing.STYLE):
+            self._canvas.draw()
+        picture = io.BytesIO()
+        Image.fromarray(np.asarray(self._canvas.buffer_rgba())).save(picture, "PNG", compress_level=1)
+        return picture.getvalue()
+
+    def _measured(self, name: str, measured: pd.DataFrame | None) -> tuple[list, list]:
+        if measured is None or name not in ("cache", "no_cache"):
+            return [], []
+        rows = measured[measured["use_cache"] == (name == "cache")]
+        return list(rows["context_length"]), list(rows["tpot_s"])

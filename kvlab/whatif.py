@@ -1,0 +1,135 @@
+"""One what-if without a measurement: a model on a machine at a context and a concurrency, as `predict` prints it."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvlab import models, paths, records
+from kvlab.analyse import calibrate, cost, predict, published, summary
+from kvlab.analyse.predict import Case, Machine, Prediction
+from kvlab.article import prose
+
+UNITS = {"ttft_s": "s", "tpot_s": "s", "tpot_no_cache_s": "s", "total_s": "s", "tpot_speedup": "x",
+         "total_speedup": "x", "throughput_tokens_per_s": "rate"}  # fmt: skip
+NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "tpot_no_cache_s": "TPOT without KV cache", "total_s": "total time",
+         "tpot_speedup": "TPOT speed-up", "total_speedup": "total speed-up",
+         "throughput_tokens_per_s": "throughput"}  # fmt: skip
+ALONE = tuple(name for name in UNITS if name != "throughput_tokens_per_s")
+SERVED = ("ttft_s", "tpot_s", "throughput_tokens_per_s")
+RESERVE = 0.1  # of the memory: activations and the engine's own
+
+
+def architecture(model: str) -> cost.Architecture:
+    """A well-known model by its name, or any source that `models.resolve` takes; ValueError with the nearest name."""
+    known = cost.known_models()
+    by_stem = {_stem(name): a for name, a in known.items()}
+    if _stem(model) in by_stem:
+        return by_stem[_stem(model)]
+    if ":" not in model and not model.startswith((".", "/", "~")):
+        near = max(known, key=lambda name: difflib.SequenceMatcher(None, _stem(name), _stem(model)).ratio())
+        raise ValueError(f"unknown model {model!r}; did you mean {near!r}?")
+    return cost.architecture(models.outline(models.resolve(model)).config)
+
+
+def _stem(name: str) -> str:
+    """The name without owner, case and what does not change the shape: "Qwen/Qwen2.5-7B-Instruct" is "qwen257b"."""
+    bare = re.sub(r"(-instruct|-chat|-hf|-it)+$", "", re.split(r"[/:]", name)[-1].lower())
+    return re.sub(r"[^a-z0-9]", "", bare)
+
+
+def calibration(machine: str) -> calibrate.Calibration:
+    """A card of the data sheets, or a profile whose ceilings are recorded; ValueError with the nearest name."""
+    cards = {name.lower(): name for name in published.known_machines()}
+    if machine.lower() in cards:
+        return published.calibrated(cards[machine.lower()])
+    written = _recorded(machine, "predictions")
+    if not written:
+        near = difflib.get_close_matches(machine.lower(), cards, 1, 0)[0]
+        what = f"no card of ours and no profile with predictions under results/; did you mean {near!r}?"
+        raise ValueError(f"unknown machine {machine!r}: {what}")
+    return _on_records(Machine(**written[-1]["machine"]), _recorded(machine, "s1b"))
+
+
+def _recorded(profile: str, experiment: str) -> list[dict]:
+    """Records of the environment that wrote last into a profile's results; none for what is no name of a profile."""
+    if not re.fullmatch(r"[\w.-]+", profile):
+        return []
+    found = records.load(paths.results(profile) / f"{experiment}.jsonl")
+    return [r for r in found if r["environment"] == found[-1]["environment"]]
+
+
+def _on_records(ceilings: Machine, measured: list[dict]) -> calibrate.Calibration:
+    """The machine fitted to its own S1b, as far as the model measured there is one whose shape we can read."""
+    points = {(r["point"]["model"], r["point"]["dtype"]) for r in measured if r.get("kind") == "generation"}
+    found = []
+    for model, dtype in sorted(points):
+        of_one = [r for r in measured if (r["point"]["model"], r["point"]["dtype"]) == (model, dtype)]
+        frames = summary.generations(of_one), summary.pairs(of_one)
+        found += calibrate.measured_points(architecture(model), dtype, *frames)
+    return calibrate.on_lengths(ceilings, found)
+
+
+def lines(
+    model: str, machine: str, dtype: str, context: int, output_tokens: int, concurrency: int, attention: str = "sdpa"
+) -> list[str]:
+    """The printed answer; raises ValueError for what cannot be asked."""
+    a, known = architecture(model), calibration(machine)
+    _check(a, known.machine, dtype, context, output_tokens, concurrency)
+    alone = Case(a, context, output_tokens, dtype=dtype, attention=attention)
+    served = replace(alone, batch=concurrency, stack="vllm")
+    asked = f"{context:,} tokens in, {output_tokens:,} out"
+    return [
+        f"{model} on {known.machine.name} ({dtype}), {asked}: predicted, not measured",
+        f"machine: {known.machine.source or 'its own records'}",
+        f"{known.machine.kind}: {_residuals(known)}",
+        "",
+        *_table("Transformers, one request", known, alone, ALONE),
+        *(_table(f"vLLM, {concurrency} at once", known, served, SERVED) if known.machine.launch_overlaps else ()),
+        *_memory(a, known.machine, dtype, context + output_tokens),
+    ]
+
+
+def _check(a: cost.Architecture, m: Machine, dtype: str, context: int, output_tokens: int, concurrency: int) -> None:
+    predict.flops_per_s(m, dtype)
+    for name, value in (("context", context), ("output", output_tokens), ("concurrency", concurrency)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if context + output_tokens > a.max_positions:
+        raise ValueError(f"{context} + {output_tokens} tokens do not fit the model's {a.max_positions} positions")
+
+
+def _residuals(known: calibrate.Calibration) -> str:
+    if not len(known.residuals):
+        return "nothing to test it on"
+    off = summary.percentile(abs(known.residuals), 50)
+    return f"median error {off:.0%} on {len(known.residuals)} figures that it was not fitted to"
+
+
+def _table(title: str, known: calibrate.Calibration, case: Case, quantities: Iterable[str]) -> Iterable[str]:
+    yield f"{title:<28}{'predicted':>16}   {'interval':<36}regime"
+    for quantity in quantities:
+        found, unit = known.predict(case, quantity), UNITS[quantity]
+        value = prose.friendly(found.value, unit)
+        yield f"  {NAMES[quantity]:<26}{value:>16}   {_interval(found, unit):<36}{found.regime}"
+    yield ""
+
+
+def _interval(found: Prediction, unit: str) -> str:
+    ends = (found.low, found.high)
+    return "none known" if None in ends else " to ".join(prose.friendly(end, unit) for end in ends)
+
+
+def _memory(a: cost.Architecture, m: Machine, dtype: str, tokens: int) -> list[str]:
+    """Exact arithmetic: weights, cache, and how many such requests fit."""
+    per_token, weights = cost.kv_cache_bytes_per_token(a, dtype, "engine"), cost.weight_bytes(a, dtype)
+    held = cost.kv_cache_bytes(a, tokens, dtype, layout="engine")
+    found = [
+        f"computed: weights {prose.friendly(weights, 'B')}, KV cache {prose.friendly(per_token, 'B')} per token,"
+        f" {prose.friendly(held, 'B')} per request of {tokens:,} tokens"
+    ]
+    if m.memory_bytes:
+        count = cost.requests_that_fit(a, tokens, m.memory_bytes, RESERVE * m.memory_bytes, dtype)
+        size = prose.friendly(m.memory_bytes, "B")
+        found.append(f"computed: {count:,} such requests fit in {size} with {RESERVE:.0%} of it kept free")
+    return found
