@@ -28,7 +28,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kvlab import params, records, sweep  # noqa: E402
+from kvlab import records, sweep  # noqa: E402
 
 VICTIMS = {  # kind -> what its command line holds
     "make": "make report",
@@ -53,7 +53,7 @@ class Torture:
         self.results = self.output / "results" / "smoke"
         self.ends_s = time.monotonic() + 60 * minutes
         self.set = os.environ.get("SET", "")  # as for `make report`: a lighter model, say
-        self.p = sweep.SimpleNamespace(**params.load("smoke", [self.set]))
+        os.environ["KVLAB_OUTPUT"] = str(self.output)
 
     def left_s(self):
         return self.ends_s - time.monotonic()
@@ -124,12 +124,12 @@ class Torture:
         """Names of what was recorded twice: a request or an arm, a point or a pair that was already complete."""
         found = []
         s1b, s1 = (self.load(name) for name in ("s1b", "s1"))
-        arms = Counter((r["pair"], r["use_cache"]) for r in s1b if "pair" in r)
+        arms = Counter((r["pair"], r["use_cache"]) for r in s1b if r.get("pair"))
         requests = Counter((r["attempt"], r["request"]) for r in s1 if r["kind"] == "request")
-        done = [r for r in s1b if r["status"] in records.DONE and not sweep.is_control(r)]
+        done = [r for r in s1b if r.get("pair") and sweep.done(r) and not sweep.is_control(r)]
         whole = {pair for pair, n in Counter(r["pair"] for r in done).items() if n == 2}
         pairs = Counter(records.key(r) for r in done if r["pair"] in whole and r["use_cache"])
-        points = Counter(records.key(r) for r in s1 if r["kind"] == "point" and r["status"] in records.DONE)
+        points = Counter(records.key(r) for r in s1 if r["kind"] == "point" and sweep.done(r))
         for name, counted in (("arm", arms), ("request", requests), ("pair", pairs), ("point", points)):
             found += [name] * any(n > 1 for n in counted.values())
         return found
@@ -201,9 +201,8 @@ class Torture:
         code, said = self.finish(self.start())
         wrong = self.wrong(before) + ([] if code == 0 else [f"exit {code}: {why(said)}"])
         wrong += ["traceback"] * ("Traceback" in said) + ["a page with a mark"] * any(self.stale())
-        asked = (("s1b", "generation", sweep.on_off_points), ("s1", "point", sweep.serving_points))
-        for name, kind, points in asked:
-            wrong += [f"{name} lacks points"] * bool(sweep.missing(self.load(name), kind, points(self.p)))
+        if code == 0:
+            wrong += [f"{name}: {reason}" for name, reason in sweep.unmeasured("smoke").items()]
         self.note(what, 1, wrong, time.monotonic() - started_s)
 
     def two_at_once(self):
