@@ -35,7 +35,7 @@ help:
 
 # $$SET is quoted by the shell and not spelled out by make: brackets, quotes and blanks in it arrive as typed.
 report:
-	@$(ready) exec "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
+	@$(ready) KVLAB_PARENT=$$PPID exec "$$py" -m kvlab report --profile "$$PROFILE" $${SET:+--set "$$SET"}
 
 compare:
 	@$(ready) "$$py" -m kvlab compare "$(A)" "$(B)"

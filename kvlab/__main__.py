@@ -13,11 +13,13 @@ from kvlab import doctor, params
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent_pid: str) -> None:
     """Have Linux end this process when make is killed, so that none goes on that nobody started."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if parent_pid else None
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if str(os.getppid()) != parent_pid:  # it died before it could be watched
+            sys.exit(128 + signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,12 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     _add_predict(commands)
     asked = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
-    if "MAKELEVEL" in os.environ:
-        end_with_parent()
-    if asked.command == "doctor":
-        return doctor.doctor(asked.profile)
-    if asked.command == "predict":
-        return _predict(asked)
+    end_with_parent(os.environ.pop("KVLAB_PARENT", ""))
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 
