@@ -65,7 +65,7 @@ def _stacked(ax, rows, lengths, condition):
 
 
 def _byte_axis(axes, largest, language):
-    step = 2.0 ** math.floor(math.log2(max(largest, 4.0) / 4))
+    step = 2.0 ** math.ceil(math.log2(max(largest, 5.0) / 5))
     for ax in axes:
         if not largest:
             drawing.nothing(ax, language)
