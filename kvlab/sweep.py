@@ -225,7 +225,7 @@ def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
         control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
-                keep(store, worker.measure_pair(point, repetition, control=point is control), forecast)
+                keep(store, worker.measure_pair(point, repetition, control=point is control), forecast=forecast)
                 if point is not control:
                     progress.done(f"{point['attention']} {point['context_length']} tokens, repetition {repetition}")
             if repetition == 1:  # once: a pair with the cache silently off in both arms, which has to be refused
@@ -233,7 +233,7 @@ def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
     if unweighed:
         with open_worker(for_memory=True) as worker:
             for point, repetition in unweighed:
-                keep(store, worker.measure_memory(point, repetition), forecast)
+                keep(store, worker.measure_memory(point, repetition), forecast=forecast)
                 progress.done(f"memory, {point['attention']} {point['context_length']} tokens")
 
 
@@ -249,11 +249,11 @@ def announce(points: list[dict], forecast) -> None:
         say(f"S1b: {what}" if forecast.fits(point) else f"S1b: warning: {what}; expected to run out")
 
 
-def keep(store: Store, records: list[dict], forecast=None) -> None:
+def keep(store: Store, records: list[dict], experiment: str = "s1b", forecast=None) -> None:
     for record in records:
         if record["status"] == "out_of_memory":
             record = record | {"announced": forecast is not None and not forecast.fits(record["point"])}
-        store.append(record | {"experiment": "s1b"})
+        store.append(record | {"experiment": experiment})
 
 
 def unmeasured(profile: str) -> dict[str, str]:
