@@ -303,6 +303,23 @@ def test_br41_without_a_card_the_section_says_that_nothing_of_it_can_be_measured
     assert "本实验" in text and "NaN" not in text and "nan" not in text
 
 
+def test_a_disturbed_window_is_marked_in_frames_and_charts():
+    import fake_frames
+
+    from kvlab.analyse import summary
+    from kvlab.article import charts
+
+    frame = fake_frames.generations().assign(disturbed=False)
+    plain = charts.tpot_by_context(frame, "en")
+    frame.loc[frame.index[:2], "disturbed"] = True
+    squares = charts.tpot_by_context(frame, "en")
+    assert sum(len(ax.collections) for ax in squares.axes) > sum(len(ax.collections) for ax in plain.axes)
+    arm = {"kind": "generation", "status": "ok", "pair": "p", "use_cache": True, "environment": "e", "repetition": 1,
+           "arrival_times_s": [1.0, 2.0], "chunk_tokens": [1, 1], "point": {"context_length": 8}}  # fmt: skip
+    records = [arm, arm | {"telemetry": processor(15.0, 15.1, 0.0)}, arm | {"telemetry": processor(15.0, 19.0, 0.0)}]
+    assert summary.generations(records)["disturbed"].tolist() == [False, False, True]
+
+
 def test_a_card_without_power_readings_shows_not_measurable_in_that_column(nvml, shown):
     nvml(**{POWER: NOT_SUPPORTED})
     text = shown([record(sampled_by_hand([1.0, 2.0]))])
