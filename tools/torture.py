@@ -52,7 +52,8 @@ class Torture:
         self.output = Path(tempfile.mkdtemp(prefix="kvlab-torture-"))
         self.results = self.output / "results" / "smoke"
         self.ends_s = time.monotonic() + 60 * minutes
-        self.p = sweep.SimpleNamespace(**params.load("smoke"))
+        self.set = os.environ.get("SET", "")  # as for `make report`: a lighter model, say
+        self.p = sweep.SimpleNamespace(**params.load("smoke", [self.set]))
 
     def left_s(self):
         return self.ends_s - time.monotonic()
@@ -198,7 +199,7 @@ class Torture:
         """Everything gets measured, and the pages carry no mark."""
         before, started_s = self.lines(), time.monotonic()
         code, said = self.finish(self.start())
-        wrong = self.wrong(before) + ([] if code == 0 else [f"exit {code}: {said.strip().splitlines()[-1:]}"])
+        wrong = self.wrong(before) + ([] if code == 0 else [f"exit {code}: {why(said)}"])
         wrong += ["traceback"] * ("Traceback" in said) + ["a page with a mark"] * any(self.stale())
         asked = (("s1b", "generation", sweep.on_off_points), ("s1", "point", sweep.serving_points))
         for name, kind, points in asked:
@@ -215,8 +216,8 @@ class Torture:
             [sys.executable, "-m", "kvlab", "report", "--profile", "smoke"], cwd=ROOT, capture_output=True, text=True,
             env=os.environ | {"KVLAB_OUTPUT": str(self.output)})  # fmt: skip
         refused = second.returncode == 2 and "another run is writing" in second.stderr
-        code, _ = self.finish(first)
-        wrong = ([] if refused else ["the second run was not refused"]) + ([] if code == 0 else [f"exit {code}"])
+        code, said = self.finish(first)
+        wrong = ["the second run was not refused"] * (not refused) + [f"exit {code}: {why(said)}"] * (code != 0)
         wrong += [f"doubled: {name}" for name in self.doubled()]
         self.note("two runs at once", 1, wrong, time.monotonic() - started_s)
 
@@ -260,7 +261,7 @@ class Torture:
                 lost = [path.name for path, content in before.items() if not path.read_bytes().startswith(content)]
                 wrong = [f"{name} lost lines" for name in lost] + ["traceback"] * ("Traceback" in said)
                 # make itself ends with 2 whatever the command's own code was, and says that one
-                wrong += [] if f"Error {expected}" in said and "cannot write results" in said else [said[-300:]]
+                wrong += [] if f"Error {expected}" in said and "cannot write results" in said else [why(said)]
                 self.note(what, 1, wrong, time.monotonic() - started_s)
             remount("rw,size=1g")
 
@@ -269,7 +270,7 @@ class Torture:
         started_s = time.monotonic()
         before = len(self.load("s1"))
         with misbehaving() as port:
-            settings = f"SET=base_url=http://127.0.0.1:{port} request_timeout_s=1.0 serving_min_requests=1 "
+            settings = f"SET={self.set} base_url=http://127.0.0.1:{port} request_timeout_s=1.0 serving_min_requests=1 "
             run = self.start(settings + "serving_requests_per_stream=1 concurrencies=[1,4]")
             code, said = self.finish(run)
         new = self.load("s1")[before:]
@@ -278,6 +279,11 @@ class Torture:
         wrong += ["a bad answer was taken for a good one"] * taken
         wrong += ["nothing was recorded"] * (not new) + ["a page without a warning"] * (not all(self.stale()))
         self.note("server hangs, dies, floods, garbles", len(new), wrong, time.monotonic() - started_s)
+
+
+def why(said):
+    """The command's own last words, on one line."""
+    return " / ".join(line for line in said.splitlines() if line.startswith("kvlab: "))[-300:]
 
 
 @contextmanager

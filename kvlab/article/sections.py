@@ -102,9 +102,9 @@ def provenance(profile: str, language: str) -> dict[str, str]:
         "kvlab": kvlab_version(known[-1]["kvlab"]),
         "records": ", ".join(stored(path, known[-1]["environment"]) for path in files),
     }
-    files = [r["model_files"] for kept in stored.values() for r in kept if r.get("model_files")]
-    if files:
-        facts["model_files"] = ", ".join(f"{name} sha256 {digest}…" for name, digest in files[-1].items())
+    of_models = [r["model_files"] for path in files for r in records.load(path) if r.get("model_files")]
+    if of_models:
+        facts["model_files"] = ", ".join(f"{name} sha256 {digest}…" for name, digest in of_models[-1].items())
     return {prose.plain(f"provenance.{name}", language): value for name, value in facts.items()}
 
 
