@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _add_predict(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("predict", help="what a model would take on a machine, without measuring")
     command.add_argument("--model", required=True, help="a well-known model's name, or what a profile's `model` takes")
-    command.add_argument("--machine", required=True, help="a10, a10g, l20, h200, or a profile that was measured")
+    command.add_argument("--machine", required=True, help="a card such as a10 or h200, or a profile that was measured")
     command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
     command.add_argument("--attention", default="sdpa", choices=("eager", "sdpa", "flash_attention_2"))
     for name, default in (("context", 1024), ("output", 128), ("concurrency", 1)):

@@ -11,6 +11,7 @@ from kvlab.analyse import cost
 from kvlab.analyse.architecture import FAMILIES, KNOWN_MODELS
 from kvlab.measure import decoding, timing
 
+torch.set_num_threads(1)
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
 GPT = {"vocab_size": 320, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}

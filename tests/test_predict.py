@@ -9,6 +9,7 @@ from kvlab import paths, records, whatif
 from kvlab.__main__ import main
 from kvlab.analyse import calibrate, cost, predict, published, summary
 from kvlab.analyse.predict import Case, Machine
+from kvlab.article import prose, world
 
 CPU = Machine("a CPU", 12e9, 8e9, {"float32": 100e9, "bfloat16": 50e9}, 3e-4, False, "measured")
 KNOWN = cost.known_models()
@@ -93,6 +94,17 @@ def test_published_figures_that_nothing_was_fitted_to_are_met():
     assert table["source"].str.len().min() > 10
     assert set(table[table["calibrates"]]["model"]) & set(tested["model"]) <= {"Qwen2.5-7B-Instruct", "Llama-2-7B",
                                                                               "Llama-3-8B-Instruct"}  # fmt: skip
+
+
+def test_the_table_of_published_figures_names_every_source_and_shows_none_that_was_fitted(monkeypatch):
+    shown = []
+    monkeypatch.setattr(prose, "emit", lambda data, language, **tags: shown.append("".join(data.values())))
+    held = published.held_against()
+    world.table(held, "en")
+    tested = held[~held["calibrates"]]
+    assert shown[0].count("<tr>") == len(tested) + 1
+    assert all(source.split(",")[0] in shown[0] for source in tested["source"])
+    assert f"tested on the {len(tested)} others" in shown[1] and "measured by others" in shown[1]
 
 
 def test_small_models_are_launch_bound_on_an_a10_and_seven_billion_are_not():
