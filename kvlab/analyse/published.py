@@ -67,6 +67,7 @@ def calibrated(card: str = "A10") -> Calibration:
 
     What a step takes is fitted on generations, then the products' rate on prefills, all on the card that most figures
     are of; another card's data sheet is scaled by the same shares, and its launch times are taken to be the same.
+    The form of the predictor was chosen with all figures in view; its coefficients have seen the first half only.
     """
     rows, sheets = figures(), known_machines()
     chosen, home = calibration_rows(rows), sheets[rows["gpu"].value_counts().idxmax()]
