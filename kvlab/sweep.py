@@ -39,6 +39,11 @@ class Run:
     def figures(self) -> Path:
         return paths.figures(self.profile)
 
+    def source(self, *experiments: str) -> str:
+        """Where numbers of these experiments come from, as the page says it: record files and environment."""
+        files = ", ".join(f"results/{self.profile}/{experiment}.jsonl" for experiment in experiments)
+        return f"{files} ({self.environment['environment']})"
+
     def store(self, experiment: str) -> Store:
         return Store(paths.results(self.profile) / f"{experiment}.jsonl", self.environment)
 

@@ -16,7 +16,7 @@ from kvlab.article import anatomy, prose
 LARGE = cost.known_models()["Qwen2.5-7B-Instruct"]
 SMALL = cost.known_models()["SmolLM2-135M-Instruct"]
 P = SimpleNamespace(
-    model="small", dtype="float32", device="cpu", threads=2, server_threads=1, attention_kernels=["sdpa"],
+    model="small", dtype="float32", device="cpu", threads=2, server_threads=1, attention_kernels=["sdpa"], base_url="",
     profile="fake", context_lengths=[512], price_per_hour=3.6,
 )  # fmt: skip
 READ, COPY = 20e9, 10e9
@@ -75,6 +75,22 @@ def test_only_a_dynamic_cache_is_copied():
     assert found["dynamic"]["cache_copies"] > 0 == found["static"]["cache_copies"]
 
 
+def test_on_a_card_only_launches_that_exceed_the_work_count():
+    apart = generations("thin:small", tpot_s=0.04)
+    card = SimpleNamespace(**vars(P) | {"device": "cuda"})
+    (token,) = breakdown.tokens(card, SMALL, generations(), apart, fake_frames.requests()[:0], ceilings())
+    work_s = token.floor_s + token.parts["cache_copies"]
+    assert token.parts["launch"] == pytest.approx(0.04 - work_s)
+
+
+def test_a_server_elsewhere_has_no_floor_here():
+    elsewhere = SimpleNamespace(**vars(P) | {"base_url": "http://127.0.0.1:8000"})
+    found = breakdown.tokens(
+        elsewhere, SMALL, generations(), generations("thin:small"), fake_frames.requests(), ceilings()
+    )
+    assert [token.stack for token in found] == ["dynamic"]
+
+
 def test_requests_of_one_run_are_one_repetition():
     (served,) = [token for token in stacks() if token.stack == "vllm"]
     assert served.removable.n == fake_frames.requests()["repetition"].nunique()
@@ -120,7 +136,8 @@ def kept_bytes(extra=0):
 def test_q5_is_exact_or_not():
     assert explanations.memory(kept_bytes(), SMALL, "float32").verdict == "supported"
     assert explanations.memory(kept_bytes(extra=1), SMALL, "float32").verdict == "not_supported"
-    assert explanations.memory(kept_bytes()[:3], SMALL, "float32").verdict == "no_verdict"
+    one_process = kept_bytes().query("repetition == 0")  # many lengths, one repetition
+    assert explanations.memory(one_process, SMALL, "float32").verdict == "no_verdict"
 
 
 POINT = {"model": "small", "dtype": "float32", "attention": "sdpa", "cache": "dynamic", "context_length": 512,

@@ -24,7 +24,7 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "measure": {"measure", "models", "weights", "prompts", "paths", "records"},
     "analyse": {"analyse", "records"},
     "article": {"article", "analyse", "records", "paths"},
-    "report": {"analyse", "article", "hub", "measure", "models", "params", "paths", "sweep"},
+    "report": {"analyse", "article", "hub", "measure", "models", "params", "paths", "records", "sweep"},
     "whatif": {"analyse", "article", "models", "paths", "records"},
     "explore": {"analyse", "article", "measure", "models", "params", "paths", "prompts", "report", "sweep", "weights",
                 "whatif"},

@@ -91,6 +91,7 @@ def test_a_model_that_cannot_be_loaded_is_told_without_the_folder_it_is_in(full_
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**models.TINY, "model_type": "llama"}))
+    (folder / "model.safetensors").write_bytes(b"torn")
     point = {"dtype": "float32", "attention": "sdpa", "cache": "dynamic", "context_length": 8, "output_tokens": 3}
     with Worker(models.resolve(str(folder)), "float32", "cpu", threads=1) as worker:
         records = worker.measure_pair(point, 1)
@@ -133,5 +134,6 @@ def test_the_recorded_name_of_a_folder_finds_it_again_on_this_machine(full_of_se
     folder = tmp_path / "wang" / "qwen"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     for model in (str(folder), f"random:{folder}"):
         assert models.resolve(paths.public_model(model) if models.resolve(model) else "").path == str(folder)

@@ -261,9 +261,9 @@ def test_a_process_that_ends_in_the_window_is_no_failure():
 # ---- around the measurements
 
 
-def test_an_arm_keeps_the_samples_of_its_own_window_and_a_strangers_server_has_none():
+def test_an_arm_keeps_the_samples_of_its_own_window():
     from kvlab import models, weights
-    from kvlab.measure import client, decoding
+    from kvlab.measure import decoding
 
     model = weights.load(models.resolve("random:llama"), "float32")
     point = {"dtype": "float32", "context_length": 8, "output_tokens": 4}
@@ -271,8 +271,18 @@ def test_an_arm_keeps_the_samples_of_its_own_window_and_a_strangers_server_has_n
         times_s = [row[0] for row in arm["telemetry"]["samples"]]
         assert times_s[0] <= 0 and arm["arrival_times_s"][-1] <= arm["telemetry"]["window_s"] <= times_s[-1] + 1e-4
         assert load.windows([arm])["context_length"].tolist() == [8]
-    run = client.Run(client.Target("http://127.0.0.1:9"), {"loop": "closed"}, 0, 0, 1, 1.0, None, 0.5, None)
-    assert run.telemetry is None  # the machine of somebody else's server is unknown
+
+
+def test_a_served_point_keeps_the_samples_of_its_measured_requests_and_a_strangers_server_has_none(tmp_path):
+    from test_client import QUICK, replaying
+
+    with replaying(tmp_path, QUICK) as replay:
+        _, ours = replay.measure(1, 1, server_pid=replay.process.pid)
+        _, theirs = replay.measure(1, 1)
+    window = ours["telemetry"]
+    assert window["processes"] >= 2 and window["window_s"] >= ours["duration_s"] and window["trouble"] is None
+    assert load.windows([ours])["concurrency"].tolist() == [1]
+    assert theirs["telemetry"] is None and load.windows([theirs]).empty
 
 
 # ---- in the article
@@ -301,6 +311,23 @@ def test_br41_without_a_card_the_section_says_that_nothing_of_it_can_be_measured
     text = shown([window | {"telemetry": processor(15.0, 19.0, 0.0)}])
     assert "No GPU was sampled" in text and "1 of 1 windows are marked" in text.replace("\xa0", " ")
     assert "本实验" in text and "NaN" not in text and "nan" not in text
+
+
+def test_a_disturbed_window_is_marked_in_frames_and_charts():
+    import fake_frames
+
+    from kvlab.analyse import summary
+    from kvlab.article import charts
+
+    frame = fake_frames.generations().assign(disturbed=False)
+    plain = charts.tpot_by_context(frame, "en")
+    frame.loc[frame.index[:2], "disturbed"] = True
+    squares = charts.tpot_by_context(frame, "en")
+    assert sum(len(ax.collections) for ax in squares.axes) > sum(len(ax.collections) for ax in plain.axes)
+    arm = {"kind": "generation", "status": "ok", "pair": "p", "use_cache": True, "environment": "e", "repetition": 1,
+           "arrival_times_s": [1.0, 2.0], "chunk_tokens": [1, 1], "point": {"context_length": 8}}  # fmt: skip
+    records = [arm, arm | {"telemetry": processor(15.0, 15.1, 0.0)}, arm | {"telemetry": processor(15.0, 19.0, 0.0)}]
+    assert summary.generations(records)["disturbed"].tolist() == [False, False, True]
 
 
 def test_a_card_without_power_readings_shows_not_measurable_in_that_column(nvml, shown):

@@ -50,28 +50,30 @@ def cached(generations: pd.DataFrame, attention: str, context_length: int) -> pd
     return generations[keep & at]
 
 
-def floor_parts(a: cost.Architecture, dtype: str, tokens: int, bytes_per_s: float) -> dict[str, float]:
-    """Seconds to read the weights and the cache of `tokens` tokens once."""
-    read = {"weights": cost.step_weight_bytes(a, dtype), "kv_reads": cost.kv_cache_bytes(a, tokens, dtype)}
+def floor_parts(a: cost.Architecture, dtype: str, tokens: int, bytes_per_s: float, batch: int = 1) -> dict[str, float]:
+    """Seconds to read the weights and the cache of `tokens` tokens of each sequence once."""
+    read = {"weights": cost.step_weight_bytes(a, dtype), "kv_reads": cost.kv_cache_bytes(a, tokens, dtype, batch)}
     return {name: count / bytes_per_s for name, count in read.items()}
 
 
 def transformers_token(
-    cache: str, a: cost.Architecture, rows: pd.DataFrame, thin: pd.DataFrame, ceilings: pd.DataFrame, threads: int
+    p: SimpleNamespace, a: cost.Architecture, rows: pd.DataFrame, thin: pd.DataFrame, ceilings: pd.DataFrame
 ) -> Token:
-    """A token of Transformers, executed eagerly, with a dynamic or a static cache.
+    """A token of Transformers, executed eagerly; `rows` are its generations.
 
-    `rows` are its generations, `thin` those of the same layers with matrices of next to nothing: what is left there
-    is launches and Python. `ceilings` hold "sampling" too.
+    `thin` are generations of the same layers with matrices of next to nothing: what is left there is launches and
+    Python. On a card they run while it works, so only what exceeds the work counts. `ceilings` hold "sampling" too.
     """
     first = rows.iloc[0]
     tokens = int(first["context_length"] + first["output_tokens"] // 2)
-    parts = floor_parts(a, first["dtype"], tokens, ceiling(ceilings, "read", threads).median)
-    copied = cost.cache_copy_bytes(a, tokens, first["dtype"], first["attention"], cache)
-    parts["cache_copies"] = copied / ceiling(ceilings, "copy", threads).median
-    parts["launch"] = float(thin["tpot_s"].median())
+    batch = int(first["batch_size"])
+    parts = floor_parts(a, p.dtype, tokens, ceiling(ceilings, "read", p.threads).median, batch)
+    copied = cost.cache_copy_bytes(a, tokens, p.dtype, first["attention"], first["cache"], batch)
+    parts["cache_copies"] = copied / ceiling(ceilings, "copy", p.threads).median
+    hidden_s = sum(parts.values()) if p.device == "cuda" else 0.0
+    parts["launch"] = max(float(thin["tpot_s"].median()) - hidden_s, 0.0)
     parts["sampling"] = ceiling(ceilings, "sampling").median
-    return Token(cache, rows["tpot_s"], parts, threads)
+    return Token(first["cache"], rows["tpot_s"], parts, p.threads)
 
 
 def vllm_token(a: cost.Architecture, dtype: str, requests: pd.DataFrame, ceilings: pd.DataFrame, threads: int) -> Token:
@@ -90,20 +92,23 @@ def tokens(
     requests: pd.DataFrame,
     ceilings: pd.DataFrame,
 ) -> list[Token]:
-    """The token of every stack at the length of `apart`, the generations of anatomy.jsonl."""
+    """The token of every stack at the length of `apart`, the generations of anatomy.jsonl.
+
+    A server at `base_url` is left out: the machine it runs on has not been measured.
+    """
     kernel, context_length, found = p.attention_kernels[-1], apart["context_length"].max(), []
     for cache, frame in (("dynamic", generations), ("static", apart)):
         rows = cached(frame[(frame["cache"] == cache) & (frame["model"] == p.model)], kernel, context_length)
         thin = cached(apart[(apart["cache"] == cache) & (apart["model"] == f"thin:{p.model}")], kernel, context_length)
         if len(rows) and len(thin) and ceiling(ceilings, "read", p.threads).n:
-            found.append(transformers_token(cache, a, rows, thin, ceilings, p.threads))
+            found.append(transformers_token(p, a, rows, thin, ceilings))
     keep = (requests["status"] == d.OK) & (requests["phase"] == "measured") & requests["void"].isna()
     alone = requests[keep & (requests["concurrency"] == 1) & (requests["context_length"] == context_length)]
     threads = p.server_threads if p.device == "cpu" else p.threads
     alone = alone.groupby("repetition")[
         ["tpot_s", "context_length", "output_tokens"]
     ].median()  # requests are no repetitions
-    if len(alone) and ceiling(ceilings, "read", threads).n:
+    if len(alone) and not p.base_url and ceiling(ceilings, "read", threads).n:
         found.append(vllm_token(a, p.dtype, alone, ceilings, threads))
     return found
 

@@ -54,7 +54,8 @@ def memory(generations: pd.DataFrame, a: cost.Architecture, dtype: str) -> Answe
     rows = generations[keep]
     held = zip(rows["context_length"] + rows["output_tokens"] - 1, rows["batch_size"])
     formula = [cost.kv_cache_bytes(a, int(tokens), dtype, int(batch)) for tokens, batch in held]
-    ratio = interval(rows["kv_cache_bytes"] / formula)
+    by_repetition = (rows["kv_cache_bytes"] / formula).groupby(rows["repetition"])
+    ratio = interval(by_repetition.max())  # processes are what repeats; lengths are not
     exact = bool(len(rows)) and bool((rows["kv_cache_bytes"] == formula).all())
     numbers = {
         "per_token": cost.kv_cache_bytes_per_token(a, dtype),

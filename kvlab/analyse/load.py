@@ -36,6 +36,11 @@ def windows(records: list[dict]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
+def disturbed(record: dict) -> bool:
+    """The record's window was sampled and carries a mark; of one that was not sampled nothing is known against it."""
+    return bool(record.get("telemetry") and of_window(record)["marks"])
+
+
 def of_window(record: dict) -> dict:
     """Shares of CPU, memory, and what the card did, of one record's window."""
     t = record["telemetry"]

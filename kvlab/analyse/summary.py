@@ -8,6 +8,7 @@ import pandas as pd
 from scipy import stats
 
 from kvlab.analyse import definitions as d
+from kvlab.analyse import load
 
 VERDICT_MIN_N = 6  # below this an interval is shown but nothing is concluded from it
 UNSTABLE, STRONGLY_UNSTABLE = 0.10, 0.25  # IQR over median
@@ -89,6 +90,7 @@ POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
     "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
     "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
+    "disturbed",
 ]  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def generations(records: list[dict]) -> pd.DataFrame:
         | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
         | {
             "control": bool(r.get("control")),
+            "disturbed": load.disturbed(r),
             "ttft_s": d.ttft_s(r),
             "tpot_s": d.tpot_s(r),
             "e2e_s": d.e2e_s(r),
@@ -251,6 +254,7 @@ REQUEST = [
     "e2e_s",
     "tokens",
     "void",
+    "disturbed",
 ]
 
 
@@ -258,7 +262,7 @@ def requests(records: list[dict]) -> pd.DataFrame:
     """One row per request of S1 that belongs to a finished point; `void` carries the point's failed hygiene check."""
     rows = []
     for point, sent in attempts(records):
-        why = void_reason(point)
+        why, disturbed = void_reason(point), load.disturbed(point)
         rows += [
             {name: r["point"].get(name) for name in SERVED}
             | {name: r.get(name) for name in ("repetition", "attempt", "phase", "status", "reason")}
@@ -268,6 +272,7 @@ def requests(records: list[dict]) -> pd.DataFrame:
                 "e2e_s": d.e2e_s(r),
                 "tokens": d.output_tokens(r),
                 "void": why,
+                "disturbed": disturbed,
             }
             for r in sent
         ]

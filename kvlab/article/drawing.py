@@ -105,6 +105,10 @@ def panels(language, chart_name, titles, *, height=3.7, rows=1, sharey="row", sh
 
 
 def dots(ax, frame, x, y, condition):
+    """Single values, faint; those measured on a slowed or shared machine carry an open square (see load_room)."""
+    if "disturbed" in frame and frame["disturbed"].any():
+        marked = frame[frame["disturbed"]]
+        ax.scatter(marked[x], marked[y], s=36, marker="s", facecolors="none", edgecolors=colour_of(condition), lw=0.7)
     sns.scatterplot(
         frame, x=x, y=y, ax=ax, color=colour_of(condition), alpha=0.3, s=14, linewidth=0, legend=False
     )

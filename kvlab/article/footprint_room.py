@@ -65,7 +65,7 @@ def _stacked(ax, rows, lengths, condition):
 
 
 def _byte_axis(axes, largest, language):
-    step = 2.0 ** math.floor(math.log2(max(largest, 4.0) / 4))
+    step = 2.0 ** math.ceil(math.log2(max(largest, 5.0) / 5))
     for ax in axes:
         if not largest:
             drawing.nothing(ax, language)
@@ -85,9 +85,10 @@ def _name_parts(figure, parts, language):
 def memory_table(parts, language, source):
     """The parts in numbers for the fair kernel, with the resident set and the processor time of the forward pass."""
     rows = parts[parts["attention"] == readings.fair_kernel(parts)] if len(parts) else parts
+    middle = readings.measured(rows).groupby(["context_length", "use_cache"]).median(numeric_only=True)
     table = [
         {**row, "arm": prose.both("label.cache" if row["use_cache"] else "label.no_cache")}
-        for row in readings.measured(rows).sort_values(["context_length", "use_cache"]).to_dict("records")
+        for row in middle.reset_index().to_dict("records")
     ]
     headings = {"context_length": "label.context_length:count", "arm": "law.arm"}
     headings |= {name: f"label.{name}:B" for name in (*footprint.PARTS, "resident_set_bytes")}

@@ -39,7 +39,8 @@ def condition_rows(windows: pd.DataFrame, by: list[str]) -> list[dict]:
     friendly[["cpu_ghz", "sm_clock_ghz"]] = friendly[["cpu_ghz", "sm_clock_ghz"]].astype(float) / 1e9
     rows = []
     for values, group in friendly.groupby(by, sort=True):
-        medians = {name: group[name].astype(float).median() for name in [*CPU, *CARD, *MEMORY]}
+        known = {name: group[name].dropna().astype(float) for name in [*CPU, *CARD, *MEMORY]}
+        medians = {name: series.median() if len(series) else None for name, series in known.items()}
         rows.append(dict(zip(by, values)) | {"windows": len(group)} | medians)
     return rows
 

@@ -10,11 +10,11 @@ PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 def of(chart, *frames):
     """{placeholder: number} for a chart's sentences; None where the frames hold no usable row.
 
-    `chart` is its name, or the chart itself, which may carry a `reading` of its own.
+    `chart` is its name, or the chart, which may carry a `reading` of its own, or such a reading itself.
     """
+    reading = getattr(chart, "reading", None) or globals().get(getattr(chart, "__name__", chart)) or chart
     try:
-        name = getattr(chart, "__name__", chart)
-        return (getattr(chart, "reading", None) or globals()[name])(*frames)
+        return reading(*frames)
     except (IndexError, KeyError):  # a group that the sentence needs was not measured
         return None
 

@@ -38,13 +38,13 @@ def link_to_figure(name: str) -> dict[str, Markup]:
     return {each: link.format(name, prose.plain(f"charts.{name}.title", each)) for each in prose.LANGUAGES}
 
 
-def verdicts(found: list[Answer], break_even: tuple[int | None, bool], language: str, source: str) -> None:
-    """Each answer as a sentence, and, where there is a verdict at all, from which length on the cache pays."""
+def verdicts(found: list[Answer], break_even: tuple[int | None, bool] | None, language: str, source: str) -> None:
+    """Each answer as a sentence; with `break_even` and a verdict at all, also from which length on the cache pays."""
     for a in found:
         prose.say(f"verdict.{a.question}.{a.verdict}", language, source=source, **a.numbers)
-    length, is_shortest = break_even
-    if any(a.verdict in ("no_verdict", "undecided") for a in found):
+    if break_even is None or any(a.verdict in ("no_verdict", "undecided") for a in found):
         return
+    length, is_shortest = break_even
     if length is None:
         prose.say("verdict.q2.pays_nowhere", language)
     else:

@@ -300,9 +300,9 @@ async def _measure(run):
         asyncio.create_task(_watch_lag(run.lags_s)),
         asyncio.create_task(_sample_metrics(run.target, run.sample_interval_s, run.samples)),
     ]
-    run.measured_from_s = now_s()
     try:
         with run.telemetry or nullcontext():
+            run.measured_from_s = now_s()
             await _send(run, warm, measured)
             run.ended_s = now_s()
     finally:
