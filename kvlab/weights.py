@@ -238,6 +238,8 @@ def facts(source: ModelSource) -> dict:
 
 def stored(source: ModelSource) -> dict:
     """Return how the weights are stored, and whether they are expanded to another type before anything runs."""
+    if source.kind in MADE_UP:
+        return {"file_type": "random weights", "dequantised": False}
     converted = served_folder(source, "float32", convert=False) if source.gguf_file else None
     noted = json.loads((converted / MANIFEST).read_text()).get("file_type") if converted else None
     return {"file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file)}
@@ -264,7 +266,7 @@ def _names(folder: Path, pattern: str) -> list[str]:
 def _file_type(source: ModelSource) -> str:
     """Return how the weights are stored; for GGUF the quantisation of most of their bytes, such as Q4_1."""
     if not source.gguf_file:
-        return "random weights" if source.kind in MADE_UP else "safetensors"
+        return "safetensors"
     from gguf import GGUFReader
 
     sizes: dict[str, int] = {}
