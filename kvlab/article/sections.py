@@ -176,7 +176,7 @@ def missing(records: list[dict], language: str) -> None:
 
 def negative_control(refused: list[str | None], language: str, source: str) -> None:
     """The pair that was spoilt on purpose: refused with its reason, or a loud word that the proof failed."""
-    for why in refused:
+    for why in dict.fromkeys(refused):  # one sentence, however often the first repetition was begun
         key = "sections.negative_control_refused" if why else "sections.negative_control_passed"
         prose.say(key, language, source=source, reason=prose.both(f"refusal.{why}") if why else "")
 
@@ -200,10 +200,16 @@ def trouble(generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, lan
             context_length=row["context_length"],
             reason=row["reason"] or row["status"],
         )
-    for point, estimate in unstable(generations):
-        what = {each: unsteady_name(point, each) for each in prose.LANGUAGES}
-        numbers = {"context_length": point["context_length"], "low": estimate.low, "high": estimate.high}
-        prose.say("sections.unsteady", language, source=source, what=what, **numbers)
+    unsteady = [
+        {"what": {each: unsteady_name(point, each) for each in prose.LANGUAGES}, "tpot": estimate}
+        | {"context_length": point["context_length"]}
+        for point, estimate in unstable(generations)
+    ]
+    if unsteady:
+        prose.say("sections.unsteady", language, source=source, count=len(unsteady))
+        headings = {"what": "sections.unsteady_what", "context_length": "label.context_length:count"}
+        headings |= {"tpot": "label.tpot:s"}
+        prose.table(unsteady, headings, language, source=source)
     if drift.n:
         prose.say("sections.drift", language, source=source, drift=drift)
 

@@ -1,5 +1,7 @@
 """Published figures beside what we predict for them: a table with residuals and sources, and how far off they are."""
 
+import re
+
 from kvlab.article import prose
 
 UNITS = {"throughput_tokens_per_s": "rate"}  # all others are seconds
@@ -17,6 +19,8 @@ def table(held, language):
     numbers = {"fitted": int(held["calibrates"].sum()), "tested": len(tested), "step": step.median(),
                "prefill": prefill.median(), "worst": tested["residual"].abs().max()}  # fmt: skip
     prose.say("world.reading", language, source="published", **numbers)
+    for source in sorted(set(tested["source"])):
+        prose.say("world.origin", language, origin=source)
 
 
 def _shown(row: dict) -> dict:
@@ -27,5 +31,5 @@ def _shown(row: dict) -> dict:
     setting = {"attention": row["attention"], "batch": row["batch"]}
     quantity = {each: prose.plain(key, each, quantity=prose.plain(f"world.{row['quantity']}", each), **setting)
                 for each in prose.LANGUAGES}  # fmt: skip
-    same = {name: row[name] for name in ("stack", "model", "residual", "source")}
-    return {"card": row["gpu"], "quantity": quantity, **same, **values}
+    same = {name: row[name] for name in ("stack", "model", "residual")}
+    return {"card": row["gpu"], "quantity": quantity, "source": re.split("[,;]", row["source"])[0], **same, **values}
