@@ -193,10 +193,9 @@ class Explorer:
         def run() -> None:
             try:
                 work(*arguments)
-            except InterruptedError:
-                self._say("stopped")
             except Exception as error:  # the panel's border: one sentence, and the panel lives on
-                self._say("failed", reason=f"{type(error).__name__}: {error}".splitlines()[0])
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._say("stopped") if self._stop.is_set() else self._say("failed", reason=reason)
             finally:
                 self._worker = None
                 self._busy(False)
