@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
     command.add_argument("profiles", nargs=2, metavar="profile")
+    command = commands.add_parser("race", help="write the recorded long generation, both arms, as an animated picture")
+    command.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
     examined = commands.add_parser("doctor", help="say whether this machine can run a profile, and what it lacks")
     examined.add_argument("--profile", default="cpu", help="name of a file in params/ (default: %(default)s)")
     _add_predict(commands)
@@ -44,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         if asked.command == "compare":
             return report.compare(*asked.profiles)
+        if asked.command == "race":
+            return report.race(asked.profile)
         return report.report(doctor.chosen(asked.profile), asked.set)
     except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from kvlab import hub, models, params, paths, records, sweep
 from kvlab.analyse import summary
 from kvlab.article import comparison, gate, prose, render, sections
 from kvlab.article.comparison import NotComparable
+from kvlab.article.race import Race
 from kvlab.measure import telemetry
 
 EXECUTION_ORDER = (
@@ -197,6 +198,23 @@ def compare(one: str, other: str) -> int:
         href = page.name.replace(f".{language}.", f".{next(x for x in prose.LANGUAGES if x != language)}.")
         paths.replace(page, render.page([beside], language, other_language_href=href))
         print(f"kvlab: {paths.public(page)} written")
+    return 0
+
+
+def race(profile: str) -> int:
+    """Write figures/<profile>/race.<language>.gif: the recorded long generation as it ran, the arms side by side."""
+    try:
+        run, p = sweep.last_run(params.profile_path(profile).stem)
+    except FileNotFoundError as error:
+        raise params.ParameterError(str(error)) from None
+    found = summary.of_kind(run.records("s1b", sweep.curve_points(p)), "generation")
+    arrivals = {r["use_cache"]: r["arrival_times_s"] for r in found if r["status"] == "ok"}
+    if len(arrivals) < 2:
+        raise params.ParameterError(f"results/{profile} holds no long generation; set step_curve_repetitions above 0")
+    for language in prose.LANGUAGES:
+        drawn = Race(language, p.step_curve_context_length, p.step_curve_output_tokens)
+        paths.replace(run.figures / f"race.{language}.gif", drawn.gif(arrivals))
+    print(f"kvlab: {paths.public(run.figures)}/race.*.gif written")
     return 0
 
 

@@ -4,10 +4,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from kvlab import __main__, paths, sweep
 from kvlab.analyse.summary import Estimate
-from kvlab.article import comparison
+from kvlab.article import comparison, race
 
 RUN = {"profile": "a", "model": "m", "model_revision": None, "dtype": "float32", "batch_size": 1}
 
@@ -51,3 +52,12 @@ def test_another_precision_and_a_run_that_does_not_exist_end_with_2_and_write_no
     said = capsys.readouterr().err
     assert "dtype ('float32' and 'bfloat16')" in said and "results/a10 holds no run yet" in said
     assert not list(twice.rglob("compare_*"))
+
+
+def test_the_race_is_made_of_what_was_recorded(twice, monkeypatch):
+    monkeypatch.setattr(race, "GIF_FRAMES", 3)
+    assert __main__.main(["race", "--profile", "cpu"]) == 0
+    for language in ("zh", "en"):
+        picture = Image.open(twice / "figures" / "cpu" / f"race.{language}.gif")
+        assert picture.n_frames == 3
+    assert __main__.main(["race", "--profile", "a10"]) == 2

@@ -89,7 +89,7 @@ class Picture:
         names = [drawing.label(name, language) for name in ("tpot", "speedup_axis")]
         drawing.font_path()
         with matplotlib.style.context(drawing.STYLE):
-            self._figure, axes = drawing.panels(language, "choice", names, height=3.4, sharey=False)
+            self._figure, axes = drawing.panels(language, "choice", names, height=3.4, sharey=False, machine="")
             self._tpot, self._gain = axes
             arms, gains = ("cache", "no_cache"), ("tpot_speedup", "total_speedup")
             self._lines = {name: self._line(self._tpot, name, COLOUR[name], "s") for name in arms}
@@ -121,6 +121,8 @@ class Picture:
 
     def draw(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None = None) -> bytes:
         """The picture as PNG; `measured` has columns context_length, use_cache and tpot_s."""
+        title = prose.plain("charts.choice.title", self._language, machine=choice.machine.name)
+        self._figure.suptitle(title, x=0.012, ha="left")
         points = {n: curve_point(choice, n) for n in sorted({*lengths, choice.case.context})}
         for name, line in self._lines.items():
             line["predicted"].set_data(lengths, [points[n][name] for n in lengths])
