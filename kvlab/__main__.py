@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"kvlab: {message}\n"
     end_with_parent(os.environ.pop("KVLAB_PARENT", ""))
+    if asked.command == "doctor":
+        return doctor.doctor(asked.profile)
+    if asked.command == "predict":
+        return _predict(asked)
     try:
         from kvlab import report  # after the arguments: it loads the notebook machinery
 

@@ -159,3 +159,10 @@ def test_a_card_is_read_from_what_nvidia_smi_prints(monkeypatch, tmp_path):
 def test_a_network_that_swallows_everything_is_given_up_on(monkeypatch):
     monkeypatch.setattr(doctor, "NETWORK_TIMEOUT_S", 0.2)
     assert not doctor.reachable("https://192.0.2.1/")  # an address that is nobody's
+
+
+def test_the_command_reaches_the_doctor(capsys):
+    from kvlab import __main__
+
+    assert __main__.main(["doctor", "--profile", "a10"]) in (0, 1)
+    assert "A10" in capsys.readouterr().out
