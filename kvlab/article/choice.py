@@ -104,6 +104,7 @@ class Picture:
             self._gain.set_position((0.61, 0.18, 0.37, 0.62))
             self._figure.set_dpi(DOTS_PER_INCH)
             self._canvas = FigureCanvasAgg(self._figure)
+        self._drawn = None  # what the lines were drawn for, and the picture of them without the chosen point
 
     def _line(self, ax, name: str, colour: str, unit: str) -> dict:
         ax.set_xscale("log", base=2)
@@ -115,18 +116,31 @@ class Picture:
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel(drawing.label("context_length", self._language))
         (predicted,) = ax.plot([1, 2], [1, 2], linestyle="--", color=colour)
-        (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour)
+        (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour, animated=True)
         (measured,) = ax.plot([1], [1], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
         return {"predicted": predicted, "chosen": chosen, "measured": measured, "ax": ax}
 
     def draw(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None = None) -> bytes:
         """The picture as PNG; `measured` has columns context_length, use_cache and tpot_s."""
+        key = (choice.machine, replace(choice.case, context=1), *lengths, 0 if measured is None else len(measured))
+        if self._drawn is None or self._drawn[0] != key:
+            self._draw_lines(choice, lengths, measured)
+            self._drawn = (key, self._canvas.copy_from_bbox(self._figure.bbox))
+        self._canvas.restore_region(self._drawn[1])
+        here = curve_point(choice, choice.case.context)
+        for name, line in self._lines.items():  # all that moves with the context length
+            line["chosen"].set_data([choice.case.context], [here[name]])
+            line["ax"].draw_artist(line["chosen"])
+        picture = io.BytesIO()
+        Image.fromarray(np.asarray(self._canvas.buffer_rgba())).save(picture, "PNG", compress_level=1)
+        return picture.getvalue()
+
+    def _draw_lines(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None) -> None:
         title = prose.plain("charts.choice.title", self._language, machine=choice.machine.name)
         self._figure.suptitle(title, x=0.012, ha="left")
-        points = {n: curve_point(choice, n) for n in sorted({*lengths, choice.case.context})}
+        points = {n: curve_point(choice, n) for n in lengths}
         for name, line in self._lines.items():
             line["predicted"].set_data(lengths, [points[n][name] for n in lengths])
-            line["chosen"].set_data([choice.case.context], [points[choice.case.context][name]])
             line["measured"].set_data(*self._measured(name, measured))
         for ax in (self._tpot, self._gain):
             heights = [y for line in self._lines.values() if line["ax"] is ax for y in line["predicted"].get_ydata()]
@@ -135,9 +149,6 @@ class Picture:
             ax.set_ylim(min(heights) / 1.4, max(heights) * 1.4)
         with matplotlib.style.context(drawing.STYLE):
             self._canvas.draw()
-        picture = io.BytesIO()
-        Image.fromarray(np.asarray(self._canvas.buffer_rgba())).save(picture, "PNG", compress_level=1)
-        return picture.getvalue()
 
     def _measured(self, name: str, measured: pd.DataFrame | None) -> tuple[list, list]:
         if measured is None or name not in ("cache", "no_cache"):
