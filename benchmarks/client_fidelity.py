@@ -108,7 +108,7 @@ def main(levels, names):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([script()], file)
         file.flush()
-        command = [sys.executable, REPLAY_SERVER, file.name]
+        command = [sys.executable, REPLAY_SERVER, file.name, "uvloop"]  # else the server is what is slow
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             os.sched_setaffinity(server.pid, cpus[-1:])

@@ -1,19 +1,19 @@
 """A server that replays streams at their times and logs when it really wrote; a process of its own.
 
-`python replay_server.py FILE`: FILE is a JSON list of scripts, and a request whose prompt begins with token i
+`python replay_server.py FILE [LOOP]`: FILE is a JSON list of scripts, and a request whose prompt begins with token i
 gets the i-th, one in words the first: {"status", "headers", "writes": [[ms, base64]], "close": "clean", "reset"
-or "hang"}; with status 0 none.
+or "hang"}; with status 0 none. LOOP "uvloop" makes room for thousands of writes a second on one slow core.
 GET /log: [{"script", "received_s", "write_times_s", "body", "headers"}], clock: time.perf_counter.
 """
 
 import asyncio
 import base64
+import gc
 import json
 import socket
 import struct
 import sys
 import time
-from contextlib import suppress
 
 LOG = []
 METRICS = "vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_running 1\nvllm:generation_tokens_total %d\n"
@@ -25,70 +25,70 @@ def head(status, headers):
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def read_request(reader):
-    block = await reader.readuntil(b"\r\n\r\n")
-    first, *lines = block.decode("latin-1").strip().split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return first.split()[1], headers, await reader.readexactly(int(headers.get("content-length", 0)))
+class Connection(asyncio.Protocol):
+    """One request; each write of its script goes out by a timer and nothing more: hundreds go on beside it."""
 
+    def __init__(self, scripts):
+        self.scripts, self.received, self.ended = scripts, b"", False
 
-async def replay(script, entry, writer):
-    if not script["status"]:
-        return
-    framing = {"connection": "close", "transfer-encoding": "chunked"}
-    writer.write(head(script["status"], {**script["headers"], **framing}))
-    await write_on_time(script["writes"], entry, writer)
-    if script["close"] == "clean":
-        writer.write(b"0\r\n\r\n")
-    elif script["close"] == "hang":
-        await asyncio.sleep(3600)
-    elif script["close"] == "reset":
-        await asyncio.sleep(0.02)
-        linger = struct.pack("ii", 1, 0)  # closing now sends a reset
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    def connection_made(self, transport):
+        self.transport, self.loop = transport, asyncio.get_running_loop()
 
+    def connection_lost(self, error):
+        self.ended = True
 
-async def write_on_time(writes, entry, writer):
-    """Each write at its time, by a timer and nothing more: hundreds of streams go on beside this one."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    ahead_s = loop.time() - time.perf_counter()  # the loop's clock may differ from the log's
+    def data_received(self, data):
+        self.received += data
+        block, blank, body = self.received.partition(b"\r\n\r\n")
+        first, *lines = block.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if blank and len(body) >= int(headers.get("content-length", 0)):
+            self.answer(first.split()[1], headers, body, time.perf_counter())
 
-    def write(number):
-        entry["write_times_s"].append(time.perf_counter())
-        writer.write(writes[number][1])
-        schedule(number + 1)
-
-    def schedule(number):
-        if number == len(writes):
-            ended.set()
+    def answer(self, path, headers, body, received_s):
+        if not path.endswith("/completions"):
+            content = json.dumps(LOG) if path == "/log" else MODELS if path == "/v1/models" else METRICS % len(LOG)
+            self.transport.write(head(200, {"content-length": len(content)}) + content.encode())
+            self.transport.close()
+            return
+        request = json.loads(body)
+        token = request["prompt"][0]
+        number = token if isinstance(token, int) else 0
+        entry = {"script": number, "received_s": received_s, "write_times_s": [], "body": request, "headers": headers}
+        LOG.append(entry)
+        self.write_times_s, self.script, self.next = entry["write_times_s"], self.scripts[number], 0
+        if self.script["status"]:
+            framing = {"connection": "close", "transfer-encoding": "chunked"}
+            self.transport.write(head(self.script["status"], {**self.script["headers"], **framing}))
+            self.start_s = received_s + self.loop.time() - time.perf_counter()  # the loop's clock may differ
+            self.schedule()
         else:
-            loop.call_at(entry["received_s"] + ahead_s + writes[number][0] / 1000, write, number)
+            self.transport.close()
 
-    schedule(0)
-    await ended.wait()
-    await writer.drain()
+    def schedule(self):
+        if self.next < len(self.script["writes"]):
+            self.loop.call_at(self.start_s + self.script["writes"][self.next][0] / 1000, self.write)
+        elif self.script["close"] == "reset":
+            self.loop.call_later(0.02, self.reset)
+        elif self.script["close"] != "hang":
+            self.transport.write(b"0\r\n\r\n" if self.script["close"] == "clean" else b"")
+            self.transport.close()
+
+    def write(self):
+        if not self.ended:
+            self.write_times_s.append(time.perf_counter())
+            self.transport.write(self.script["writes"][self.next][1])
+            self.next += 1
+            self.schedule()
+
+    def reset(self):
+        linger = struct.pack("ii", 1, 0)  # closing now sends a reset
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.transport.close()
 
 
 def framed(content):
     return b"%x\r\n%s\r\n" % (len(content), content) if content else b""
-
-
-async def serve(scripts, reader, writer):
-    with suppress(ConnectionError, asyncio.IncompleteReadError):
-        path, headers, body = await read_request(reader)
-        if path.endswith("/completions"):
-            request = json.loads(body)
-            first = request["prompt"][0]
-            entry = {"script": first if isinstance(first, int) else 0, "received_s": time.perf_counter()}
-            entry["write_times_s"] = []
-            entry |= {"body": request, "headers": headers}
-            LOG.append(entry)
-            await replay(scripts[entry["script"]], entry, writer)
-        else:
-            content = {"/log": json.dumps(LOG), "/v1/models": MODELS}.get(path, METRICS % len(LOG)).encode()
-            writer.write(head(200, {"content-length": len(content)}) + content)
-            await writer.drain()
-    writer.close()
 
 
 async def main(path):
@@ -96,12 +96,17 @@ async def main(path):
         scripts = json.load(file)
     for script in scripts:
         script["writes"] = [(at_ms, framed(base64.b64decode(content))) for at_ms, content in script["writes"]]
-    server = await asyncio.start_server(
-        lambda reader, writer: serve(scripts, reader, writer), "127.0.0.1", 0, limit=2**24, backlog=1024
-    )
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(scripts), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    gc.disable()
+    if "uvloop" in sys.argv[2:]:
+        import uvloop
+
+        uvloop.run(main(sys.argv[1]))
+    else:
+        asyncio.run(main(sys.argv[1]))
