@@ -67,15 +67,15 @@ def generate(
         watch.start()  # the device is idle: the clock runs from the launch of the prefill forward
         for step in range(output_tokens):
             logits, past = last_logits(step_ids, past, use_cache)
-            best, choice = logits.max(dim=-1)  # (batch,): greedy
+            best, ids_of_best = logits.topk(2)  # (batch, 2): the first is the greedy choice
+            choice = ids_of_best[:, 0]  # (batch,)
             tokens = choice.tolist()  # the host holds the token now
             watch.stamp()  # step 0: this interval is the TTFT; later ones: the time of one decode step
             # From here to the next launch notes are taken, to be read when the clock has stopped.
-            second = logits.scatter(-1, choice[:, None], -torch.inf).amax(dim=-1)  # (batch,)
             length = None if past is None else memory.cache_length(past)
             kept = None if fed is None else logits.cpu()
             entered = max(seen, default=step_ids.shape[-1])
-            notes.append(_StepNotes(entered, length, tokens, best - second, kept))
+            notes.append(_StepNotes(entered, length, tokens, best, kept))
             seen.clear()
             following = choice[:, None] if fed is None else fed[:, step : step + 1]  # (batch, 1)
             step_ids = following if use_cache else torch.cat([step_ids, following], dim=-1)
@@ -86,7 +86,7 @@ class _StepNotes(NamedTuple):
     input_length: int
     cache_length: int | None
     tokens: list[int]  # (batch,)
-    margin: torch.Tensor  # (batch,): logit of the choice less the second largest
+    best: torch.Tensor  # (batch, 2): the two largest logits
     logits: torch.Tensor | None  # (batch, vocabulary)
 
 
@@ -100,7 +100,7 @@ def _generation(
         input_lengths=[step.input_length for step in notes],
         cache_lengths=[step.cache_length for step in notes],
         token_ids=[step.tokens[0] if single else step.tokens for step in notes],
-        top2_margins=[float(step.margin.min()) for step in notes],
+        top2_margins=[float((step.best[:, 0] - step.best[:, 1]).min()) for step in notes],
         fed_sequence=fed_sequence,
         kv_cache_bytes=None if past is None else memory.kv_cache_bytes(past),
         logits=[step.logits for step in notes if step.logits is not None],
