@@ -45,6 +45,24 @@ def test_br12_the_count_is_what_came_never_what_was_asked_for():
     assert d.output_tokens(record([0.1], [None], output_tokens=7)) == 7
 
 
+def test_two_tokens_are_enough_for_tpot_and_two_chunks_for_its_variant():
+    assert d.tpot_s(record([0.5, 0.75])) == pytest.approx(0.25)
+    assert d.tpot_after_first_chunk_s(record([0.5, 0.75], [3, 2])) == pytest.approx(0.125)
+    assert d.tpot_after_first_chunk_s(record([0.5, 0.75], [3, 1])) == pytest.approx(0.25)
+
+
+def test_the_variant_is_absent_where_a_count_is_not_told_or_nothing_follows_the_first_chunk():
+    assert d.tpot_after_first_chunk_s(record([0.5, 0.75, 1.0], [1, None, 1])) is None
+    assert d.tpot_after_first_chunk_s(record([0.5], [4])) is None
+    assert d.tpot_after_first_chunk_s(record([0.5, 0.75], [4, 0])) is None
+    assert d.tpot_after_first_chunk_s(record([0.5, 0.75]) | {"status": "failed"}) is None
+
+
+def test_steps_are_the_gaps_after_the_first_token():
+    assert d.step_times_s(record([0.5, 0.75, 1.5])) == [0.25, 0.75]
+    assert d.step_times_s({"status": "failed", "arrival_times_s": None}) == []
+
+
 def test_paired_ratio_is_without_over_with_and_absent_when_one_is():
     assert d.paired_ratio(6.0, 2.0) == 3.0
     assert d.paired_ratio(None, 2.0) is None
@@ -66,3 +84,25 @@ def test_throughput_is_absent_below_three_completions_a_stream():
     requests = [served(s, 3.0 * i, [1.0, 2.0, 3.0]) for s in range(2) for i in range(2)]
     assert d.throughput_tokens_per_s(requests, 2) is None
     assert d.steady_window_s([], 1) is None
+
+
+def test_throughput_spreads_a_total_over_chunks_that_do_not_tell_theirs():
+    # The same answers, four tokens a chunk: told chunk by chunk, or only in the end.
+    told = [record([1.0, 2.0, 3.0], [4, 4, 4]) | {"stream": 0, "sent_s": 3.0 * i} for i in range(3)]
+    total = [r | {"chunk_tokens": [None] * 3, "output_tokens": 12} for r in told]
+    assert d.throughput_tokens_per_s(told, 1) == pytest.approx(4.0)
+    assert d.throughput_tokens_per_s(total, 1) == pytest.approx(4.0)
+    unknown = [r | {"chunk_tokens": [None] * 3} for r in told]
+    assert d.throughput_tokens_per_s(unknown, 1) == pytest.approx(1.0)
+
+
+def test_failed_requests_open_no_window_though_some_of_their_tokens_came():
+    requests = [served(0, 3.0 * i, [1.0, 2.0, 3.0]) for i in range(2)]
+    failed = served(0, 6.0, [1.0, 2.0, 3.0]) | {"status": "failed"}
+    assert d.steady_window_s([*requests, failed], 1) is None
+
+
+def test_a_window_without_length_is_none():
+    # Stream 1 has its first token in the moment in which stream 0 ends.
+    requests = [served(0, float(i), [1.0]) for i in range(5)] + [served(1, 4.0, [1.0, 2.0])]
+    assert d.steady_window_s(requests, 2) is None

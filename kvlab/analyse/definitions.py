@@ -98,8 +98,16 @@ def throughput_tokens_per_s(requests: list[dict], concurrency: int) -> float | N
         return None
     start, end = window
     arrivals = [
-        (r["sent_s"] + time, count or 1)
+        (r["sent_s"] + time, tokens)
         for r in requests
-        for time, count in zip(r.get("arrival_times_s") or [], r.get("chunk_tokens") or [])
+        for time, tokens in zip(r.get("arrival_times_s") or [], _tokens_of_chunks(r))
     ]
-    return sum(count for time, count in arrivals if start < time <= end) / (end - start)
+    return sum(tokens for time, tokens in arrivals if start < time <= end) / (end - start)
+
+
+def _tokens_of_chunks(record: dict) -> list[float]:
+    """Output tokens of each chunk; where a chunk's count is not told, all share the answer's total alike."""
+    counts = record.get("chunk_tokens") or []
+    if None not in counts:
+        return counts
+    return [(output_tokens(record) or len(counts)) / len(counts)] * len(counts)
