@@ -1,10 +1,12 @@
 """Says within seconds whether this machine can run a profile, and for each thing that it lacks, what mends it.
 
 `make doctor` runs it before anything is installed, with whatever Python there is: so at the start it needs the
-standard library alone and syntax that Python 3.8 reads; torch is never imported. Exit status: 0, or 1 for a finding.
+standard library alone and syntax that Python 3.8 reads; torch is never imported. Exit status: 0, 1 for a finding, or
+2 for a profile that is none.
 """
 
 import argparse
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -41,12 +43,16 @@ class Finding(Exception):
 
 
 def profile_values(name):
-    """The profile's own lines, read without YAML so that it works before set-up; Finding for a name that is none."""
+    """The profile's own lines, read without YAML so that it works before set-up; Finding where there are none."""
     path = ROOT / "params" / f"{name}.yaml"
-    if not re.match(r"[\w-]+$", name) or not path.exists():
-        names = ", ".join(sorted(p.stem for p in (ROOT / "params").glob("*.yaml")))
-        raise Finding(f"there is no profile {name!r}: use one of {names}")
-    lines = re.findall(r"^(\w+):[ \t]*([^#\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII) or not path.exists():
+        names = sorted(each.stem for each in (ROOT / "params").glob("*.yaml"))
+        near = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, names, 1))
+        raise Finding(f"no profile {name!r} in params/; there are: {', '.join(names)}{near}")
+    try:
+        lines = re.findall(r"^(\w+):[ \t]*([^#\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeError):
+        raise Finding(f"params/{path.name} is no readable text file; write it anew in UTF-8") from None
     given = {key: value.strip().strip("\"'") for key, value in lines}
     defaults = {"device": "cpu", "expected_device": "", "model": "", "dtype": "float32", "server_arguments": ""}
     return SimpleNamespace(**{**defaults, **given, "stack": "a10" if given.get("device") == "cuda" else "cpu"})
@@ -383,12 +389,12 @@ def examine(name):
 
 def doctor(name):
     """Print a line per check, those that fail last; return the exit status."""
-    name = chosen(name)
     try:
+        name = chosen(name)
         found = examine(name)
     except Finding as finding:
         print(f"kvlab: {finding}", file=sys.stderr)
-        return 1
+        return 2
     for check, holds, sentence in sorted(found, key=lambda each: not each[1]):
         print("{}  {:13} {}".format("ok" if holds else "--", check.replace("_", " "), sentence))
     failed = sum(not holds for _, holds, _ in found)

@@ -108,9 +108,28 @@ def test_a_small_shared_memory_is_noticed(machine):
     assert "--shm-size" in failing()["shared_memory"]
 
 
-def test_an_unknown_profile_is_one_sentence(capsys):
-    assert doctor.doctor("a01") == 1
-    assert "there is no profile 'a01': use one of a10, cpu" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["a01", "smok", "nonsense", "../cpu", "cpu\n", ""])
+def test_a_profile_that_is_none_is_bad_input_and_told_as_report_tells_it(name, capsys):
+    from kvlab import params
+
+    assert doctor.doctor(name) == 2  # and not 1, which is for a machine that lacks something
+    with pytest.raises(params.ParameterError) as error:
+        params.profile_path(name)
+    assert capsys.readouterr().err == f"kvlab: {error.value}\n"
+
+
+def test_a_profile_that_is_no_text_is_bad_input(tmp_path, monkeypatch, capsys):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "mine.yaml").write_bytes(b"model: \xff")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert [doctor.doctor(name) for name in ("mine", "auto")] == [2, 2]
+    assert capsys.readouterr().err.count("params/mine.yaml is no readable text file; write it anew in UTF-8") == 2
+
+
+def test_the_doctors_file_run_by_itself_ends_with_2_for_bad_input():
+    command = [sys.executable, str(paths.ROOT / "kvlab/doctor.py"), "--profile"]
+    done = subprocess.run([*command, "smok"], capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean 'smoke'?" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("card, profile", [("NVIDIA A10", "a10"), ("Tesla T4", "cpu"), (None, "cpu")])
