@@ -24,13 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON_NEEDED = (3, 11)
 DRIVER_NEEDED = (550, 54)  # the oldest for CUDA 12.4
 GIB = 1024**3
-ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "a10": 11 * GIB}  # a set-up that is still to come
+ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "a10": 11 * GIB}  # installed, and what pip keeps of its downloads
 WORKING_BYTES = 2 * GIB  # PyTorch's own memory on a device; on disk records, charts and pages
 SHARED_MEMORY_BYTES = 64 * 1024**2
 HUBS = {
     "modelscope": ("MODELSCOPE_DOMAIN", "www.modelscope.cn", "modelscope"),
     "hf": ("HF_ENDPOINT", "huggingface.co", "huggingface_hub"),
 }
+HUB_FOLDERS = {"modelscope": "MODELSCOPE_CACHE", "hf": "HF_HOME"}
 NETWORK_TIMEOUT_S = 3
 COMES_LATER = "comes with set-up"
 
@@ -258,19 +259,12 @@ def available_bytes():
 
 
 def disk(p, name):
-    """Environment, weights and results fit the disks they go to."""
-    shape = architecture(p) if ":" in p.model and not fetched(p) else None
-    weights = 0
-    if shape is not None:
-        from kvlab.analyse import cost
-
-        weights = cost.weight_bytes(shape, p.dtype)
-    cache = Path(os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab")
-    hub_cache = Path(os.environ.get("MODELSCOPE_CACHE") or os.environ.get("HF_HOME") or cache)
+    """What is still to come of environment, weights and results fits the disks it goes to."""
+    hub_folder = Path(os.environ.get(HUB_FOLDERS.get(p.model.partition(":")[0], "")) or Path.home() / ".cache")
     output = Path(os.environ.get("KVLAB_OUTPUT") or ROOT)
     setup = 0 if installed_version("torch") else ENVIRONMENT_BYTES[p.stack]
-    wanted = {}
-    for place, needed in ((ROOT, setup), (hub_cache, weights), (output, WORKING_BYTES)):
+    weights, wanted = download_bytes(p), {}
+    for place, needed in ((ROOT, setup), (hub_folder, weights or 0), (output, WORKING_BYTES)):
         standing = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
         device = os.stat(str(standing)).st_dev
         wanted[device] = (standing, wanted.get(device, (None, 0))[1] + needed)
@@ -279,9 +273,25 @@ def disk(p, name):
         if free < needed:
             raise Finding(
                 f"{size(free)} of disk are free where {size(needed)} are needed: make room, or name a larger disk"
-                " with KVLAB_OUTPUT, KVLAB_CACHE and MODELSCOPE_CACHE"
+                " with KVLAB_OUTPUT, MODELSCOPE_CACHE or HF_HOME"
             )
-    return f"{size(sum(needed for _, needed in wanted.values()))} needed, and free"
+    uncounted = " (without the model: its name tells no size)" if weights is None else ""
+    return f"{size(sum(needed for _, needed in wanted.values()))} needed, and free{uncounted}"
+
+
+def download_bytes(p):
+    """Bytes of a hub's weights that are still to be fetched, by the size in the model's name; None where it has none.
+
+    A hub's file has two bytes per parameter, and a name may tell an eighth too little: "7B" can be 7.7 billion.
+    """
+    hub, _, name = p.model.partition(":")
+    told = re.search(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([BM])\b", name, re.IGNORECASE)
+    if hub not in HUBS or fetched(p):
+        return 0
+    if told is None:
+        return None
+    unit = 1e9 if told.group(3) in "Bb" else 1e6
+    return int(2 * 1.125 * int(told.group(1) or 1) * float(told.group(2)) * unit)
 
 
 def shared_memory(p, name):

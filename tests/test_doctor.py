@@ -1,6 +1,8 @@
 """The doctor: a rented hour is not lost to what could have been said in seconds, before anything is installed."""
 
 import ast
+import math
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -101,6 +103,31 @@ def test_a_full_disk_names_how_much_is_missing_and_where_else_things_may_go(mach
     machine().free = 3 * GIB
     found = failing()
     assert set(found) == {"disk"} and "3.0 GiB of disk are free" in found["disk"] and "KVLAB_OUTPUT" in found["disk"]
+
+
+def test_before_set_up_the_disk_that_the_readme_names_is_what_the_doctor_counts(machine, monkeypatch, tmp_path):
+    usage = machine()
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))  # nothing has been fetched
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor, "has_environment", lambda: False)
+    readme = (paths.ROOT / "README.md").read_text()
+    total, *parts = map(int, re.search(r"- (\d+) GiB of disk: (\d+) for .*, (\d+) for .*, (\d+) for", readme).groups())
+    weights = doctor.download_bytes(doctor.profile_values("a10"))
+    counted = (doctor.ENVIRONMENT_BYTES["a10"], weights, doctor.WORKING_BYTES)
+    assert parts == [math.ceil(part / GIB) for part in counted] and total == sum(parts)
+    usage.free = total * GIB
+    assert "disk" not in failing()
+    usage.free = (total - 1) * GIB
+    assert set(failing()) == {"versions", "disk"}
+
+
+def test_a_models_name_tells_no_fewer_bytes_than_its_weights_have():
+    from kvlab.analyse import cost
+
+    for name, shape in cost.known_models().items():
+        counted = doctor.download_bytes(SimpleNamespace(model=f"hf:ORG/{name}"))
+        assert not counted or 1 <= counted / cost.weight_bytes(shape, "bfloat16") < 1.25, name
+    assert doctor.download_bytes(SimpleNamespace(model="hf:ORG/Mixtral-8x7B-v0.1")) > 2 * 46.7e9
 
 
 def test_a_small_shared_memory_is_noticed(machine):
