@@ -56,7 +56,8 @@ def profile_values(name):
         raise Finding(f"params/{path.name} is no readable text file; write it anew in UTF-8") from None
     given = {key: value.strip().strip("\"'") for key, value in lines}
     defaults = {"device": "cpu", "expected_device": "", "model": "", "dtype": "float32", "server_arguments": ""}
-    return SimpleNamespace(**{**defaults, **given, "stack": "a10" if given.get("device") == "cuda" else "cpu"})
+    stack = "a10" if given.get("device") == "cuda" else "cpu"
+    return SimpleNamespace(**{**defaults, **given, "profile": name, "stack": stack})
 
 
 def chosen(name):
@@ -71,14 +72,14 @@ def chosen(name):
     return profile
 
 
-def parameters(p, name):
+def parameters(p):
     """The parameters are complete and possible, as far as that can be said without the model."""
     if not has_environment():
         return "not checked before set-up"
     from kvlab import params
 
     try:
-        params.load(name)
+        params.load(p.profile)
     except params.ParameterError as error:
         raise Finding(str(error)) from None
     return "complete and possible"
@@ -87,7 +88,7 @@ def parameters(p, name):
 # ---- Python and packages
 
 
-def python(p, name):
+def python(p):
     """The interpreter is the one the locks are made for."""
     found = ".".join(map(str, sys.version_info[:2]))
     if sys.version_info[:2] != PYTHON_NEEDED:
@@ -103,7 +104,7 @@ def has_environment():
     return sys.version_info[:2] >= PYTHON_NEEDED and importlib.util.find_spec("yaml") is not None
 
 
-def versions(p, name):
+def versions(p):
     """What is installed is what the lock pins."""
     lock = ROOT / "requirements" / f"{p.stack}.txt"
     pins = dict(line.split("==") for line in lock.read_text().splitlines() if "==" in line)
@@ -125,7 +126,7 @@ def installed_version(package):
         return None
 
 
-def fonts(p, name):
+def fonts(p):
     """The charts' Chinese has a font."""
     if installed_version("torch") and importlib.util.find_spec("mplfonts") is None:
         raise Finding(f"mplfonts is missing, Chinese in charts would be boxes: run make setup ENV={p.stack}")
@@ -135,33 +136,32 @@ def fonts(p, name):
 # ---- the card
 
 
-def card(p, name):
+def card(p):
     """The card is the profile's."""
     if p.device != "cuda":
         return "none needed"
-    found = query_card()
+    found = p.card
     wanted = p.expected_device or "an NVIDIA card"
     if found is None:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         mend = "unset CUDA_VISIBLE_DEVICES" if hidden else "use a machine that has it, or PROFILE=cpu"
-        raise Finding(f"params/{name}.yaml is for {wanted}, this machine shows no CUDA device: {mend}")
+        raise Finding(f"params/{p.profile}.yaml is for {wanted}, this machine shows no CUDA device: {mend}")
     if p.expected_device and found.name != p.expected_device:
         raise Finding(
-            f"params/{name}.yaml is for {wanted}, this machine has {found.name}: use such a machine, or a profile"
+            f"params/{p.profile}.yaml is for {wanted}, this machine has {found.name}: use such a machine, or a profile"
             " of your own"
         )
     return found.name
 
 
-def driver(p, name):
+def driver(p):
     """The driver carries CUDA 12.4."""
-    found = query_card() if p.device == "cuda" else None
-    if found is None:
+    if p.card is None:
         return "none needed" if p.device != "cuda" else "not known without a card"
-    if tuple(int(part) for part in re.findall(r"\d+", found.driver)[:2]) < DRIVER_NEEDED:
+    if tuple(int(part) for part in re.findall(r"\d+", p.card.driver)[:2]) < DRIVER_NEEDED:
         needed = ".".join(map(str, DRIVER_NEEDED))
-        raise Finding(f"driver {found.driver} is too old for CUDA 12.4: use a machine with {needed} or newer")
-    return found.driver
+        raise Finding(f"driver {p.card.driver} is too old for CUDA 12.4: use a machine with {needed} or newer")
+    return p.card.driver
 
 
 def query_card():
@@ -188,24 +188,23 @@ def ask(*command):
     return done.stdout.decode(errors="replace").strip().splitlines() if done.returncode == 0 else []
 
 
-def alone(p, name):
+def alone(p):
     """Nobody else works on the card."""
-    found = query_card() if p.device == "cuda" else None
-    if found is not None and found.pids:
+    if p.card is not None and p.card.pids:
         raise Finding(
-            f"other processes are on the card and would share its time ({len(found.pids)}): end them; nvidia-smi"
+            f"other processes are on the card and would share its time ({len(p.card.pids)}): end them; nvidia-smi"
             " lists them"
         )
-    return "no other process on the card" if found else "no card to share"
+    return "no other process on the card" if p.card else "no card to share"
 
 
 # ---- room
 
 
-def memory(p, name):
+def memory(p):
     """Weights and the longest sequences' KV cache fit what is free."""
     needed = needed_bytes(p)
-    found = query_card() if p.device == "cuda" else None
+    found = p.card
     free = found.free if found else available_bytes()
     where = "on the card" if found else "in RAM"
     if p.device == "cuda" and found is None or None in (needed, free):
@@ -258,7 +257,7 @@ def available_bytes():
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-def disk(p, name):
+def disk(p):
     """What is still to come of environment, weights and results fits the disks it goes to."""
     hub_folder = Path(os.environ.get(HUB_FOLDERS.get(p.model.partition(":")[0], "")) or Path.home() / ".cache")
     output = Path(os.environ.get("KVLAB_OUTPUT") or ROOT)
@@ -294,7 +293,7 @@ def download_bytes(p):
     return int(2 * 1.125 * int(told.group(1) or 1) * float(told.group(2)) * unit)
 
 
-def shared_memory(p, name):
+def shared_memory(p):
     """Engines of several processes have room to talk."""
     try:
         total = shutil.disk_usage("/dev/shm").total
@@ -315,7 +314,7 @@ def size(count):
 # ---- the model and the network
 
 
-def model(p, name):
+def model(p):
     """The model is here or can be fetched."""
     hub, _, rest = p.model.partition(":")
     if hub not in HUBS or not rest:
@@ -373,7 +372,7 @@ def reachable(address):
     return True
 
 
-def port(p, name):
+def port(p):
     """A port of loopback is free for the server."""
     try:
         with socket.socket() as listener:
@@ -389,9 +388,10 @@ CHECKS = (python, versions, parameters, card, driver, alone, memory, shared_memo
 def examine(name):
     """(check, whether it holds, sentence) of every check, for one profile; Finding for a profile that is none."""
     p, found = profile_values(name), []
+    p.card = query_card() if p.device == "cuda" else None
     for check in CHECKS:
         try:
-            found.append((check.__name__, True, check(p, name)))
+            found.append((check.__name__, True, check(p)))
         except Finding as finding:
             found.append((check.__name__, False, str(finding)))
     return found

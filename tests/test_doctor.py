@@ -79,9 +79,9 @@ def test_an_unreachable_hub_offers_a_local_folder_and_a_local_folder_needs_no_ne
     monkeypatch.setattr(doctor, "reachable", lambda address: False)
     assert 'SET="model=/its/folder"' in failing()["model"]
     (tmp_path / "model.safetensors").write_text("")
-    assert doctor.model(SimpleNamespace(model=str(tmp_path), stack="a10"), "a10") == "its folder is there"
+    assert doctor.model(SimpleNamespace(model=str(tmp_path), stack="a10")) == "its folder is there"
     with pytest.raises(doctor.Finding, match="neither safetensors nor GGUF"):
-        doctor.model(SimpleNamespace(model=str(tmp_path / "none"), stack="a10"), "a10")
+        doctor.model(SimpleNamespace(model=str(tmp_path / "none"), stack="a10"))
 
 
 def test_versions_that_are_not_the_locks_are_named(machine, monkeypatch):
