@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.command == "race":
             return report.race(asked.profile)
         return report.report(doctor.chosen(asked.profile), asked.set)
-    except (params.ParameterError, report.RunInProgress, report.NotComparable) as error:
+    except (params.ParameterError, doctor.Finding, report.RunInProgress, report.NotComparable) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -1,10 +1,12 @@
 """Says within seconds whether this machine can run a profile, and for each thing that it lacks, what mends it.
 
 `make doctor` runs it before anything is installed, with whatever Python there is: so at the start it needs the
-standard library alone and syntax that Python 3.8 reads; torch is never imported. Exit status: 0, or 1 for a finding.
+standard library alone and syntax that Python 3.8 reads; torch is never imported. Exit status: 0, 1 for a finding, or
+2 for a profile that is none.
 """
 
 import argparse
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -22,13 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON_NEEDED = (3, 11)
 DRIVER_NEEDED = (550, 54)  # the oldest for CUDA 12.4
 GIB = 1024**3
-ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "a10": 11 * GIB}  # a set-up that is still to come
+ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "a10": 11 * GIB}  # installed, and what pip keeps of its downloads
 WORKING_BYTES = 2 * GIB  # PyTorch's own memory on a device; on disk records, charts and pages
 SHARED_MEMORY_BYTES = 64 * 1024**2
 HUBS = {
     "modelscope": ("MODELSCOPE_DOMAIN", "www.modelscope.cn", "modelscope"),
     "hf": ("HF_ENDPOINT", "huggingface.co", "huggingface_hub"),
 }
+HUB_FOLDERS = {"modelscope": "MODELSCOPE_CACHE", "hf": "HF_HOME"}
 NETWORK_TIMEOUT_S = 3
 COMES_LATER = "comes with set-up"
 
@@ -41,15 +44,20 @@ class Finding(Exception):
 
 
 def profile_values(name):
-    """The profile's own lines, read without YAML so that it works before set-up; Finding for a name that is none."""
+    """The profile's own lines, read without YAML so that it works before set-up; Finding where there are none."""
     path = ROOT / "params" / f"{name}.yaml"
-    if not re.match(r"[\w-]+$", name) or not path.exists():
-        names = ", ".join(sorted(p.stem for p in (ROOT / "params").glob("*.yaml")))
-        raise Finding(f"there is no profile {name!r}: use one of {names}")
-    lines = re.findall(r"^(\w+):[ \t]*([^#\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII) or not path.exists():
+        names = sorted(each.stem for each in (ROOT / "params").glob("*.yaml"))
+        near = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, names, 1))
+        raise Finding(f"no profile {name!r} in params/; there are: {', '.join(names)}{near}")
+    try:
+        lines = re.findall(r"^(\w+):[ \t]*([^#\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeError):
+        raise Finding(f"params/{path.name} is no readable text file; write it anew in UTF-8") from None
     given = {key: value.strip().strip("\"'") for key, value in lines}
     defaults = {"device": "cpu", "expected_device": "", "model": "", "dtype": "float32", "server_arguments": ""}
-    return SimpleNamespace(**{**defaults, **given, "stack": "a10" if given.get("device") == "cuda" else "cpu"})
+    stack = "a10" if given.get("device") == "cuda" else "cpu"
+    return SimpleNamespace(**{**defaults, **given, "profile": name, "stack": stack})
 
 
 def chosen(name):
@@ -64,14 +72,14 @@ def chosen(name):
     return profile
 
 
-def parameters(p, name):
+def parameters(p):
     """The parameters are complete and possible, as far as that can be said without the model."""
     if not has_environment():
         return "not checked before set-up"
     from kvlab import params
 
     try:
-        params.load(name)
+        params.load(p.profile)
     except params.ParameterError as error:
         raise Finding(str(error)) from None
     return "complete and possible"
@@ -80,7 +88,7 @@ def parameters(p, name):
 # ---- Python and packages
 
 
-def python(p, name):
+def python(p):
     """The interpreter is the one the locks are made for."""
     found = ".".join(map(str, sys.version_info[:2]))
     if sys.version_info[:2] != PYTHON_NEEDED:
@@ -96,7 +104,7 @@ def has_environment():
     return sys.version_info[:2] >= PYTHON_NEEDED and importlib.util.find_spec("yaml") is not None
 
 
-def versions(p, name):
+def versions(p):
     """What is installed is what the lock pins."""
     lock = ROOT / "requirements" / f"{p.stack}.txt"
     pins = dict(line.split("==") for line in lock.read_text().splitlines() if "==" in line)
@@ -118,7 +126,7 @@ def installed_version(package):
         return None
 
 
-def fonts(p, name):
+def fonts(p):
     """The charts' Chinese has a font."""
     if installed_version("torch") and importlib.util.find_spec("mplfonts") is None:
         raise Finding(f"mplfonts is missing, Chinese in charts would be boxes: run make setup ENV={p.stack}")
@@ -128,33 +136,32 @@ def fonts(p, name):
 # ---- the card
 
 
-def card(p, name):
+def card(p):
     """The card is the profile's."""
     if p.device != "cuda":
         return "none needed"
-    found = query_card()
+    found = p.card
     wanted = p.expected_device or "an NVIDIA card"
     if found is None:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         mend = "unset CUDA_VISIBLE_DEVICES" if hidden else "use a machine that has it, or PROFILE=cpu"
-        raise Finding(f"params/{name}.yaml is for {wanted}, this machine shows no CUDA device: {mend}")
+        raise Finding(f"params/{p.profile}.yaml is for {wanted}, this machine shows no CUDA device: {mend}")
     if p.expected_device and found.name != p.expected_device:
         raise Finding(
-            f"params/{name}.yaml is for {wanted}, this machine has {found.name}: use such a machine, or a profile"
+            f"params/{p.profile}.yaml is for {wanted}, this machine has {found.name}: use such a machine, or a profile"
             " of your own"
         )
     return found.name
 
 
-def driver(p, name):
+def driver(p):
     """The driver carries CUDA 12.4."""
-    found = query_card() if p.device == "cuda" else None
-    if found is None:
+    if p.card is None:
         return "none needed" if p.device != "cuda" else "not known without a card"
-    if tuple(int(part) for part in re.findall(r"\d+", found.driver)[:2]) < DRIVER_NEEDED:
+    if tuple(int(part) for part in re.findall(r"\d+", p.card.driver)[:2]) < DRIVER_NEEDED:
         needed = ".".join(map(str, DRIVER_NEEDED))
-        raise Finding(f"driver {found.driver} is too old for CUDA 12.4: use a machine with {needed} or newer")
-    return found.driver
+        raise Finding(f"driver {p.card.driver} is too old for CUDA 12.4: use a machine with {needed} or newer")
+    return p.card.driver
 
 
 def query_card():
@@ -181,24 +188,23 @@ def ask(*command):
     return done.stdout.decode(errors="replace").strip().splitlines() if done.returncode == 0 else []
 
 
-def alone(p, name):
+def alone(p):
     """Nobody else works on the card."""
-    found = query_card() if p.device == "cuda" else None
-    if found is not None and found.pids:
+    if p.card is not None and p.card.pids:
         raise Finding(
-            f"other processes are on the card and would share its time ({len(found.pids)}): end them; nvidia-smi"
+            f"other processes are on the card and would share its time ({len(p.card.pids)}): end them; nvidia-smi"
             " lists them"
         )
-    return "no other process on the card" if found else "no card to share"
+    return "no other process on the card" if p.card else "no card to share"
 
 
 # ---- room
 
 
-def memory(p, name):
+def memory(p):
     """Weights and the longest sequences' KV cache fit what is free."""
     needed = needed_bytes(p)
-    found = query_card() if p.device == "cuda" else None
+    found = p.card
     free = found.free if found else available_bytes()
     where = "on the card" if found else "in RAM"
     if p.device == "cuda" and found is None or None in (needed, free):
@@ -251,20 +257,13 @@ def available_bytes():
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-def disk(p, name):
-    """Environment, weights and results fit the disks they go to."""
-    shape = architecture(p) if ":" in p.model and not fetched(p) else None
-    weights = 0
-    if shape is not None:
-        from kvlab.analyse import cost
-
-        weights = cost.weight_bytes(shape, p.dtype)
-    cache = Path(os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab")
-    hub_cache = Path(os.environ.get("MODELSCOPE_CACHE") or os.environ.get("HF_HOME") or cache)
+def disk(p):
+    """What is still to come of environment, weights and results fits the disks it goes to."""
+    hub_folder = Path(os.environ.get(HUB_FOLDERS.get(p.model.partition(":")[0], "")) or Path.home() / ".cache")
     output = Path(os.environ.get("KVLAB_OUTPUT") or ROOT)
     setup = 0 if installed_version("torch") else ENVIRONMENT_BYTES[p.stack]
-    wanted = {}
-    for place, needed in ((ROOT, setup), (hub_cache, weights), (output, WORKING_BYTES)):
+    weights, wanted = download_bytes(p), {}
+    for place, needed in ((ROOT, setup), (hub_folder, weights or 0), (output, WORKING_BYTES)):
         standing = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
         device = os.stat(str(standing)).st_dev
         wanted[device] = (standing, wanted.get(device, (None, 0))[1] + needed)
@@ -273,12 +272,28 @@ def disk(p, name):
         if free < needed:
             raise Finding(
                 f"{size(free)} of disk are free where {size(needed)} are needed: make room, or name a larger disk"
-                " with KVLAB_OUTPUT, KVLAB_CACHE and MODELSCOPE_CACHE"
+                " with KVLAB_OUTPUT, MODELSCOPE_CACHE or HF_HOME"
             )
-    return f"{size(sum(needed for _, needed in wanted.values()))} needed, and free"
+    uncounted = " (without the model: its name tells no size)" if weights is None else ""
+    return f"{size(sum(needed for _, needed in wanted.values()))} needed, and free{uncounted}"
 
 
-def shared_memory(p, name):
+def download_bytes(p):
+    """Bytes of a hub's weights that are still to be fetched, by the size in the model's name; None where it has none.
+
+    A hub's file has two bytes per parameter, and a name may tell an eighth too little: "7B" can be 7.7 billion.
+    """
+    hub, _, name = p.model.partition(":")
+    told = re.search(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([BM])\b", name, re.IGNORECASE)
+    if hub not in HUBS or fetched(p):
+        return 0
+    if told is None:
+        return None
+    unit = 1e9 if told.group(3) in "Bb" else 1e6
+    return int(2 * 1.125 * int(told.group(1) or 1) * float(told.group(2)) * unit)
+
+
+def shared_memory(p):
     """Engines of several processes have room to talk."""
     try:
         total = shutil.disk_usage("/dev/shm").total
@@ -299,7 +314,7 @@ def size(count):
 # ---- the model and the network
 
 
-def model(p, name):
+def model(p):
     """The model is here or can be fetched."""
     hub, _, rest = p.model.partition(":")
     if hub not in HUBS or not rest:
@@ -357,7 +372,7 @@ def reachable(address):
     return True
 
 
-def port(p, name):
+def port(p):
     """A port of loopback is free for the server."""
     try:
         with socket.socket() as listener:
@@ -373,9 +388,10 @@ CHECKS = (python, versions, parameters, card, driver, alone, memory, shared_memo
 def examine(name):
     """(check, whether it holds, sentence) of every check, for one profile; Finding for a profile that is none."""
     p, found = profile_values(name), []
+    p.card = query_card() if p.device == "cuda" else None
     for check in CHECKS:
         try:
-            found.append((check.__name__, True, check(p, name)))
+            found.append((check.__name__, True, check(p)))
         except Finding as finding:
             found.append((check.__name__, False, str(finding)))
     return found
@@ -383,12 +399,12 @@ def examine(name):
 
 def doctor(name):
     """Print a line per check, those that fail last; return the exit status."""
-    name = chosen(name)
     try:
+        name = chosen(name)
         found = examine(name)
     except Finding as finding:
         print(f"kvlab: {finding}", file=sys.stderr)
-        return 1
+        return 2
     for check, holds, sentence in sorted(found, key=lambda each: not each[1]):
         print("{}  {:13} {}".format("ok" if holds else "--", check.replace("_", " "), sentence))
     failed = sum(not holds for _, holds, _ in found)

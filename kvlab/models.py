@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def resolve(model: str, revision: str = "") -> ModelSource:
-    """Turn a model's name into its source, without network; raises ValueError with the nearest right form."""
+    """Turn a model's name into its source, without network; raises ValueError with the right form."""
     model = _with_its_place(model)
     hub, _, rest = model.partition(":")
     hubs = {"modelscope": "modelscope", "hf": "huggingface"}
@@ -75,7 +75,9 @@ def resolve(model: str, revision: str = "") -> ModelSource:
         return replace(resolve(rest, revision), name=model, kind="thin")
     if model.startswith((".", "/", "~")):
         return _on_disk(model, revision)
-    raise ValueError(f"unknown model {model!r}; did you mean {_nearest_form(model)!r}?")
+    near = _nearest_form(model)
+    forms = f"there are: {DEFAULT}, ./FOLDER, hf:ORG/NAME, modelscope:ORG/NAME, random:ARCHITECTURE"
+    raise ValueError(f"unknown model {model!r}; " + (f"did you mean {near!r}?" if near else forms))
 
 
 def slice_config(path: str) -> dict | None:
@@ -102,7 +104,7 @@ def _with_its_place(model: str) -> str:
     return model
 
 
-def _nearest_form(model: str) -> str:
+def _nearest_form(model: str) -> str | None:
     hub, _, rest = model.rpartition(":")
     if hub == "slice":
         return f"slice:{(difflib.get_close_matches(rest.split('/')[0], SLICED, 1, 0) or [*SLICED])[0]}/4"
@@ -112,7 +114,7 @@ def _nearest_form(model: str) -> str:
         return f"./{model}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
         return f"hf:{rest}" if hub.startswith("h") else f"modelscope:{rest}"
-    return DEFAULT
+    return DEFAULT if difflib.get_close_matches(model, [DEFAULT], cutoff=0.5) else None
 
 
 def _packaged() -> ModelSource:

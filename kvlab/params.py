@@ -40,6 +40,8 @@ ASSIGNMENT = re.compile(
     r"""\s*([A-Za-z_]\w*)\s*=\s*((?:"(?:\\.|[^"\\])*"|'[^']*'|[^"'\s]|\s(?!\s*[A-Za-z_]\w*\s*=))*)(?=\s|\Z)"""
 )
 
+BEGUN = re.compile(r"\s*[A-Za-z_]\w*\s*=")
+
 
 class ParameterError(ValueError):
     """A parameter that cannot be used; the message names the key and the mend."""
@@ -79,7 +81,7 @@ def profile_path(profile: str) -> Path:
         return path
     names = sorted(p.stem for p in paths.PARAMS.glob("*.yaml"))
     raise ParameterError(
-        f"no profile {profile!r} in params/{nearest(profile, names)}; there are: {', '.join(names)}"
+        f"no profile {profile!r} in params/; there are: {', '.join(names)}{nearest(profile, names)}"
     )
 
 
@@ -105,7 +107,8 @@ def read_assignments(text: str) -> dict:
     while position < len(text):
         part = ASSIGNMENT.match(text, position) if len(text) <= 10 * LONGEST_TEXT else None
         if part is None:
-            raise ParameterError(f"SET={shown(text)} is not of the form name=value; close every quote")
+            mend = "close every quote" if BEGUN.match(text, position) else 'write it as in SET="repetitions=6"'
+            raise ParameterError(f"SET={shown(text)} is not of the form name=value; {mend}")
         if part[1] in found:
             raise ParameterError(f"SET: {part[1]} is given twice; leave one out")
         found[part[1]] = read_value(part[2].strip(), f"SET: {part[1]}")

@@ -21,14 +21,13 @@ RESERVE = 0.1  # of the memory: activations and the engine's own
 
 
 def architecture(model: str) -> cost.Architecture:
-    """A well-known model by its name, or any source that `models.resolve` takes; ValueError with the nearest name."""
+    """A well-known model by its name, or any source `models.resolve` takes; ValueError with what to ask instead."""
     known = cost.known_models()
     by_stem = {_stem(name): a for name, a in known.items()}
     if _stem(model) in by_stem:
         return by_stem[_stem(model)]
     if ":" not in model and not model.startswith((".", "/", "~")):
-        near = max(known, key=lambda name: difflib.SequenceMatcher(None, _stem(name), _stem(model)).ratio())
-        raise ValueError(f"unknown model {model!r}; did you mean {near!r}?")
+        raise ValueError(f"unknown model {model!r}; {_instead(_stem(model), {_stem(name): name for name in known})}")
     return cost.architecture(models.outline(models.resolve(model)).config)
 
 
@@ -38,16 +37,22 @@ def _stem(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", bare)
 
 
+def _instead(asked: str, names: dict[str, str]) -> str:
+    """The name whose key is near to what was asked, else all names."""
+    near = difflib.get_close_matches(asked, names, 1)
+    return f"did you mean {names[near[0]]!r}?" if near else f"there are: {', '.join(sorted(names.values()))}"
+
+
 def calibration(machine: str) -> calibrate.Calibration:
-    """A card of the data sheets, or a profile whose ceilings are recorded; ValueError with the nearest name."""
+    """A card of the data sheets, or a profile whose ceilings are recorded; ValueError with what to ask instead."""
     cards = {name.lower(): name for name in published.known_machines()}
     if machine.lower() in cards:
         return published.calibrated(cards[machine.lower()])
     written = _recorded(machine, "predictions")
     if not written:
-        near = difflib.get_close_matches(machine.lower(), cards, 1, 0)[0]
-        what = f"no card of ours and no profile with predictions under results/; did you mean {near!r}?"
-        raise ValueError(f"unknown machine {machine!r}: {what}")
+        profiles = sorted(file.parent.name for file in paths.results("").glob("*/predictions.jsonl"))
+        mend = _instead(machine.lower(), {name: name for name in (*cards, *profiles)})
+        raise ValueError(f"unknown machine {machine!r}: no card of ours and no profile with predictions; {mend}")
     return _on_records(Machine(**written[-1]["machine"]), _recorded(machine, "s1b"))
 
 

@@ -1,6 +1,8 @@
 """The doctor: a rented hour is not lost to what could have been said in seconds, before anything is installed."""
 
 import ast
+import math
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -77,9 +79,9 @@ def test_an_unreachable_hub_offers_a_local_folder_and_a_local_folder_needs_no_ne
     monkeypatch.setattr(doctor, "reachable", lambda address: False)
     assert 'SET="model=/its/folder"' in failing()["model"]
     (tmp_path / "model.safetensors").write_text("")
-    assert doctor.model(SimpleNamespace(model=str(tmp_path), stack="a10"), "a10") == "its folder is there"
+    assert doctor.model(SimpleNamespace(model=str(tmp_path), stack="a10")) == "its folder is there"
     with pytest.raises(doctor.Finding, match="neither safetensors nor GGUF"):
-        doctor.model(SimpleNamespace(model=str(tmp_path / "none"), stack="a10"), "a10")
+        doctor.model(SimpleNamespace(model=str(tmp_path / "none"), stack="a10"))
 
 
 def test_versions_that_are_not_the_locks_are_named(machine, monkeypatch):
@@ -103,14 +105,58 @@ def test_a_full_disk_names_how_much_is_missing_and_where_else_things_may_go(mach
     assert set(found) == {"disk"} and "3.0 GiB of disk are free" in found["disk"] and "KVLAB_OUTPUT" in found["disk"]
 
 
+def test_before_set_up_the_disk_that_the_readme_names_is_what_the_doctor_counts(machine, monkeypatch, tmp_path):
+    usage = machine()
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))  # nothing has been fetched
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor, "has_environment", lambda: False)
+    readme = (paths.ROOT / "README.md").read_text()
+    total, *parts = map(int, re.search(r"- (\d+) GiB of disk: (\d+) for .*, (\d+) for .*, (\d+) for", readme).groups())
+    weights = doctor.download_bytes(doctor.profile_values("a10"))
+    counted = (doctor.ENVIRONMENT_BYTES["a10"], weights, doctor.WORKING_BYTES)
+    assert parts == [math.ceil(part / GIB) for part in counted] and total == sum(parts)
+    usage.free = total * GIB
+    assert "disk" not in failing()
+    usage.free = (total - 1) * GIB
+    assert set(failing()) == {"versions", "disk"}
+
+
+def test_a_models_name_tells_no_fewer_bytes_than_its_weights_have():
+    from kvlab.analyse import cost
+
+    for name, shape in cost.known_models().items():
+        counted = doctor.download_bytes(SimpleNamespace(model=f"hf:ORG/{name}"))
+        assert not counted or 1 <= counted / cost.weight_bytes(shape, "bfloat16") < 1.25, name
+    assert doctor.download_bytes(SimpleNamespace(model="hf:ORG/Mixtral-8x7B-v0.1")) > 2 * 46.7e9
+
+
 def test_a_small_shared_memory_is_noticed(machine):
     machine().total = 64 * 2**20
     assert "--shm-size" in failing()["shared_memory"]
 
 
-def test_an_unknown_profile_is_one_sentence(capsys):
-    assert doctor.doctor("a01") == 1
-    assert "there is no profile 'a01': use one of a10, cpu" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["a01", "smok", "nonsense", "../cpu", "cpu\n", ""])
+def test_a_profile_that_is_none_is_bad_input_and_told_as_report_tells_it(name, capsys):
+    from kvlab import params
+
+    assert doctor.doctor(name) == 2  # and not 1, which is for a machine that lacks something
+    with pytest.raises(params.ParameterError) as error:
+        params.profile_path(name)
+    assert capsys.readouterr().err == f"kvlab: {error.value}\n"
+
+
+def test_a_profile_that_is_no_text_is_bad_input(tmp_path, monkeypatch, capsys):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "mine.yaml").write_bytes(b"model: \xff")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert [doctor.doctor(name) for name in ("mine", "auto")] == [2, 2]
+    assert capsys.readouterr().err.count("params/mine.yaml is no readable text file; write it anew in UTF-8") == 2
+
+
+def test_the_doctors_file_run_by_itself_ends_with_2_for_bad_input():
+    command = [sys.executable, str(paths.ROOT / "kvlab/doctor.py"), "--profile"]
+    done = subprocess.run([*command, "smok"], capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean 'smoke'?" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("card, profile", [("NVIDIA A10", "a10"), ("Tesla T4", "cpu"), (None, "cpu")])

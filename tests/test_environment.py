@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvlab import doctor
+
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 LOCKS = ["cpu", "a10"]
@@ -26,6 +28,10 @@ def load_setup_script():
 
 
 setup_environment = load_setup_script()
+
+
+def test_set_up_and_doctor_ask_for_the_same_room():
+    assert setup_environment.FREE_BYTES.items() >= doctor.ENVIRONMENT_BYTES.items()
 
 
 def lines(path):

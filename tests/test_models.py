@@ -37,6 +37,8 @@ def test_the_default_is_found_without_importing_its_package():
 def test_a_wrong_name_is_answered_with_the_nearest_right_one(wrong, right):
     with pytest.raises(ValueError, match=f"did you mean '{right}'"):
         models.resolve(wrong)
+    with pytest.raises(ValueError, match="there are: smollm2-135m-instruct, ./FOLDER, "):
+        models.resolve("foo:bar")
 
 
 def test_every_form_of_a_name_resolves_without_network(tmp_path, monkeypatch):

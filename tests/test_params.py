@@ -27,7 +27,14 @@ def test_a_mistyped_key_names_the_nearest(tmp_path, monkeypatch):
 
 def test_a_mistyped_profile_names_the_nearest():
     assert "did you mean 'smoke'" in refused(profile="smok")
-    assert "no profile" in refused(profile="../params/smoke")
+    assert refused(profile="../cpu").endswith("'../cpu' in params/; there are: a10, cpu, smoke; did you mean 'cpu'?")
+    assert "mean" not in refused(profile="nonsense")
+
+
+@pytest.mark.parametrize("text, mend", [("foo", "write it as in"), ("=2", "write"), ("model='a", "close every")])
+def test_an_override_that_is_no_assignment_is_not_told_as_an_open_quote(text, mend):
+    with pytest.raises(params.ParameterError, match=f"is not of the form name=value; {mend}"):
+        params.read_assignments(text)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,9 @@ def test_the_command_prints_predictions_labelled_as_such(capsys):
     (["--model", "gpt2", "--machine", "a10", "--concurrency", "0"], "at least 1"),
     (["--model", "random:mamba", "--machine", "a10"], "no KV cache"),
     (["--model", "gpt2", "--machine", "../cpu"], "unknown machine"),
+    (["--model", "gpt2", "--machine", "cpuu"], "did you mean 'cpu'"),
+    (["--model", "nonsense", "--machine", "a10"], "unknown model 'nonsense'; there are: "),
+    (["--model", "gpt2", "--machine", "zz"], "no profile with predictions; there are: "),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_ends_with_2_and_the_nearest_right_name(asked, right, capsys):
     assert main(["predict", *asked]) == 2
