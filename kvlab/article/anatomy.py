@@ -17,8 +17,6 @@ COLOUR = {
     "sampling": "#CC79A7", "serving": "#009E73", "unexplained": "#B0B0B0",
 }  # fmt: skip
 PREDICTED, MEASURED = "#6A6A6A", "#0072B2"
-FIGURE_COLOUR = {"ttft_s": "#0072B2", "tpot_cache_s": "#009E73", "tpot_no_cache_s": "#D55E00"}
-CEILINGS = {"read": "rate_bytes", "copy": "rate_bytes", "gemm": "rate_flops", "launch": "seconds", "layer": "seconds"}
 
 
 @chart
