@@ -86,6 +86,26 @@ def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stable"])
 
 
+def measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of any frame here that count: they succeeded, are no control or warm-up, and their point is not void."""
+    keep = pd.Series(True, index=frame.index)
+    if "status" in frame:
+        keep &= frame["status"] == "ok"
+    if "control" in frame:
+        keep &= ~frame["control"].astype(bool)
+    if "phase" in frame:
+        keep &= frame["phase"] == "measured"
+    if "void" in frame:
+        keep &= frame["void"].isna()
+    return frame[keep]
+
+
+def swept(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows at the one context length that was run at the most concurrencies."""
+    counts = frame.groupby("context_length")["concurrency"].nunique()
+    return frame[frame["context_length"] == counts.idxmax()] if len(counts) else frame
+
+
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
     "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",

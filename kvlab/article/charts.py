@@ -83,15 +83,17 @@ def _legend_squares(ax, entries, language):
         x += 6.9
 
 
-def _kernel_panels(frame, chart_name, language):
+def kernel_panels(frame, chart_name, language, **shape):
+    """A column per attention kernel, named above its first panel; `shape` is that of `drawing.panels`."""
     kernels = readings.kernels(frame) or [""]
     titles = [kernel_label(kernel, language) for kernel in kernels]
-    figure, axes = drawing.panels(language, chart_name, titles)
+    titles += [""] * len(kernels) * (shape.get("rows", 1) - 1)
+    figure, axes = drawing.panels(language, chart_name, titles, **shape)
     return figure, axes, kernels
 
 
 def _arms_by_context(generations, chart_name, value, language):
-    figure, axes, kernels = _kernel_panels(generations, chart_name, language)
+    figure, axes, kernels = kernel_panels(generations, chart_name, language)
     x, ends = "context_length", []
     for ax, kernel in zip(axes, kernels, strict=True):
         ends = []
@@ -158,7 +160,7 @@ def _references(ax, rows, value, language):
 @chart
 def step_curve(steps, language):
     """Time of every decode step of one long generation, both arms, one panel per attention kernel."""
-    figure, axes, kernels = _kernel_panels(steps, "step_curve", language)
+    figure, axes, kernels = kernel_panels(steps, "step_curve", language)
     ends = []
     for ax, kernel in zip(axes, kernels, strict=True):
         ends = []

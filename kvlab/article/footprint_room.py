@@ -86,10 +86,7 @@ def memory_table(parts, language, source):
     """The parts in numbers for the fair kernel, with the resident set and the processor time of the forward pass."""
     rows = parts[parts["attention"] == readings.fair_kernel(parts)] if len(parts) else parts
     middle = readings.measured(rows).groupby(["context_length", "use_cache"]).median(numeric_only=True)
-    table = [
-        {**row, "arm": prose.both("label.cache" if row["use_cache"] else "label.no_cache")}
-        for row in middle.reset_index().to_dict("records")
-    ]
+    table = [{**row, "arm": prose.arm(row["use_cache"])} for row in middle.reset_index().to_dict("records")]
     headings = {"context_length": "label.context_length:count", "arm": "law.arm"}
     headings |= {name: f"label.{name}:B" for name in (*footprint.PARTS, "resident_set_bytes")}
     prose.table(table, headings | {"cpu_time_s": "label.cpu_time_s:s"}, language, source=source)
