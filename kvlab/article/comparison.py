@@ -25,7 +25,7 @@ def check(a: SimpleNamespace, b: SimpleNamespace) -> None:
 
 def ratio(a: Estimate, b: Estimate) -> Estimate:
     """b over a for two independent samples; the interval's ends are those of both intervals, so it is a wide one."""
-    return Estimate(min(a.n, b.n), b.median / a.median, b.low / a.high, b.high / a.low, "ends of both intervals", "ok")
+    return Estimate(min(a.n, b.n), b.median / a.median, b.low / a.high, b.high / a.low, "ok")
 
 
 def rows(a: pd.DataFrame, b: pd.DataFrame, by: list[str], values: list[str]) -> list[dict]:
