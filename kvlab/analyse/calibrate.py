@@ -20,7 +20,6 @@ class Point:
     case: Case
     quantity: str  # a key of QUANTITIES
     value: float
-    source: str = ""
 
 
 def residuals(m: Machine, points: list[Point]) -> np.ndarray:

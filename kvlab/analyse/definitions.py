@@ -21,15 +21,14 @@ def ttft_s(record: dict) -> float | None:
     return times[0] if record["status"] == OK and times else None
 
 
-def last_token_s(record: dict) -> float | None:
-    """Arrival of the last output token in seconds from the send; one without text comes with its finish reason."""
-    times = record.get("arrival_times_s") or []
-    return times[-1] if times else record.get("finished_s")
-
-
 def e2e_s(record: dict) -> float | None:
-    """End-to-end latency in seconds: last token minus send. A trailing usage event or [DONE] moves nothing."""
-    return last_token_s(record) if record["status"] == OK else None
+    """End-to-end latency in seconds: last token minus send. A trailing usage event or [DONE] moves nothing.
+
+    A last token without text comes with its finish reason.
+    """
+    times = record.get("arrival_times_s") or []
+    last_token_s = times[-1] if times else record.get("finished_s")
+    return last_token_s if record["status"] == OK else None
 
 
 def tpot_s(record: dict) -> float | None:

@@ -71,7 +71,7 @@ class Worker:
         ask: str = "measure_pair",
     ) -> list[dict]:
         """Return both arms' raw records; prompt and order follow from seed, point and repetition."""
-        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+        entropy = self._entropy(point, repetition)
         ask = "measure_negative_control" if negative_control else ask
         answer = self._ask({"ask": ask, "point": point, "entropy": entropy})
         records = answer.get("records") or _failed_pair(point, answer, negative_control)
@@ -82,15 +82,18 @@ class Worker:
 
     def measure_generation(self, point: dict, repetition: int) -> list[dict]:
         """Return the record of one generation with cache; a point's `layers` asks for the first layers only."""
-        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
-        return self._single({"ask": "measure_generation", "point": point, "entropy": entropy}, repetition)
+        request = {"ask": "measure_generation", "point": point, "entropy": self._entropy(point, repetition)}
+        return self._single(request, repetition)
 
     def measure_ceiling(self, point: dict, repetition: int) -> list[dict]:
         """Return the record of one ceiling of the machine (see `measure.machine`); it needs no model."""
         return self._single({"ask": "measure_ceiling", "point": point}, repetition)
 
+    def _entropy(self, point: dict, repetition: int) -> list[int]:
+        return [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+
     def _single(self, request: dict, repetition: int) -> list[dict]:
-        answer = self._ask(dict(request))
+        answer = self._ask(request)
         kind = request["ask"].removeprefix("measure_")
         lost = {"kind": kind, "point": request["point"], "status": answer.get("status"), "reason": answer.get("error")}
         return [(answer.get("record") or lost) | {"repetition": repetition}]
