@@ -18,10 +18,6 @@ NUMBERS = re.compile(r"_(s|w|bytes|tokens|lengths?|ids|margins|differences)$")  
 LISTS = ("arrival_times_s", "chunk_tokens", "input_lengths", "cache_lengths", "token_ids")
 
 
-class EnvironmentMismatch(ValueError):
-    """Records of several environments would have been mixed."""
-
-
 class Store:
     """One experiment's file for one environment; `append` adds what only the store knows."""
 
@@ -157,14 +153,6 @@ def remember_environment(folder: Path, environment: dict) -> None:
 def done(record: dict) -> bool:
     """The record needs no rerun: it is valid, or memory ran out where that had been announced."""
     return record["status"] == "ok" or record["status"] == "out_of_memory" and record.get("announced", True)
-
-
-def of_one_environment(records: list[dict]) -> list[dict]:
-    """The records unchanged, or EnvironmentMismatch where they come from several environments."""
-    found = sorted({r["environment"] for r in records})
-    if len(found) > 1:
-        raise EnvironmentMismatch(f"records of {len(found)} environments ({', '.join(found)}) in one chart; choose one")
-    return records
 
 
 def key(record: dict) -> str:

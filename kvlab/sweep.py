@@ -435,7 +435,8 @@ def serving(
                 progress.done(f"{load_of(point)}, {point['context_length']} tokens")
     except unavailable as error:
         say(str(error))  # with the end of the server's log, which may name paths and stays out of the record
-        store.append(server_failure(server_of(points), str(error).splitlines()[0]))
+        shared = {"experiment": "s1", "kind": "server", "repetition": 0, "status": "failed"}
+        store.append(shared | {"point": server_of(points), "reason": str(error).splitlines()[0]})
 
 
 def load_of(point: dict) -> str:
@@ -449,17 +450,6 @@ def server_of(points: list[tuple[dict, int]]) -> dict:
     point = points[0][0] if points else {}
     reuse = {"prefix_caching": True} if point.get("prefix_caching") else {}
     return {name: point[name] for name in stated if name in point} | reuse
-
-
-def server_failure(server: dict, reason: str) -> dict:
-    return {
-        "experiment": "s1",
-        "kind": "server",
-        "point": server,
-        "repetition": 0,
-        "status": "failed",
-        "reason": reason,
-    }
 
 
 class Progress:

@@ -1,6 +1,5 @@
 """Weights: from a model's source to a model in memory or a folder for a server; no code of a model's own is run."""
 
-import hashlib
 import inspect
 import json
 import os
@@ -226,14 +225,6 @@ def _quietly_offline():
         constants.HF_HUB_OFFLINE = before
         if with_bars:
             logging.enable_progress_bar()
-
-
-def facts(source: ModelSource) -> dict:
-    """Return what is known about the files: name, revision, stored type, sha256 of each."""
-    hashes = file_hashes(source)
-    together = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
-    return {"model": source.name, "model_revision": source.revision or f"sha256-{together[:12]}",
-            **stored(source), "files": hashes}  # fmt: skip
 
 
 def stored(source: ModelSource) -> dict:

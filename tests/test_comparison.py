@@ -20,7 +20,7 @@ def test_runs_that_differ_in_more_than_the_machine_are_refused_by_name(name, oth
 
 
 def test_a_ratio_reaches_from_the_worst_to_the_best_combination():
-    slow, fast = Estimate(6, 4.0, 3.0, 5.0, "", "ok"), Estimate(8, 2.0, 1.5, 2.5, "", "ok")
+    slow, fast = Estimate(6, 4.0, 3.0, 5.0, "ok"), Estimate(8, 2.0, 1.5, 2.5, "ok")
     found = comparison.ratio(slow, fast)
     assert (found.n, found.median, found.low, found.high) == (6, 0.5, 0.3, pytest.approx(2.5 / 3))
 

@@ -228,12 +228,11 @@ def test_br33_a_4_bit_file_is_labelled_as_what_runs(tmp_path, cache, dtype, byte
     write_tiny_gguf(file)
     source = models.resolve(str(file))
     model = weights.load(source, dtype)
-    facts = weights.facts(source)
-    assert (facts["file_type"], facts["dequantised"]) == ("GGUF Q4_0", True)
+    assert weights.stored(source) == {"file_type": "GGUF Q4_0", "dequantised": True}
     assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
     kept = sum(weight.numel() for weight in model.parameters())
     assert memory.parameter_bytes(model) == kept * bytes_each > 5 * file.stat().st_size * bytes_each / 4
-    assert facts["model_revision"].startswith("sha256-") and set(facts["files"]) == {"tiny.gguf"}
+    assert set(weights.file_hashes(source)) == {"tiny.gguf"}
 
 
 def reference_tokenizer(source):
@@ -281,7 +280,7 @@ prompt = token_ids(128, 0, 0, model.config.vocab_size, range(17))
 wait = timing.synchronizer("cpu")
 arms = [decoding.generate(model, prompt, 8, cached, wait) for cached in (True, False)]
 print(json.dumps([arms[0].token_ids, arms[1].token_ids, arms[0].kv_cache_bytes,
-                  memory.parameter_bytes(model), weights.facts(source)["file_type"],
+                  memory.parameter_bytes(model), weights.stored(source)["file_type"],
                   weights.max_positions(model.config)]))
 """
 

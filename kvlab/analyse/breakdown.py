@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlab.analyse import cost
 from kvlab.analyse import definitions as d
-from kvlab.analyse.summary import Estimate, interval
+from kvlab.analyse.summary import Estimate, interval, measured
 
 PARTS = ("weights", "kv_reads", "cache_copies", "launch", "sampling", "serving")
 COMPUTED = ("weights", "kv_reads", "cache_copies")  # bytes by the configuration over a measured bandwidth
@@ -43,11 +43,9 @@ def ceiling(ceilings: pd.DataFrame, quantity: str, threads: int | None = None) -
 
 
 def cached(generations: pd.DataFrame, attention: str, context_length: int) -> pd.DataFrame:
-    keep = (
-        (generations["status"] == d.OK) & ~generations["control"].astype(bool) & generations["use_cache"].astype(bool)
-    )
-    at = (generations["attention"] == attention) & (generations["context_length"] == context_length)
-    return generations[keep & at]
+    rows = measured(generations)
+    at = (rows["attention"] == attention) & (rows["context_length"] == context_length)
+    return rows[rows["use_cache"].astype(bool) & at]
 
 
 def floor_parts(a: cost.Architecture, dtype: str, tokens: int, bytes_per_s: float, batch: int = 1) -> dict[str, float]:
@@ -102,8 +100,8 @@ def tokens(
         thin = cached(apart[(apart["cache"] == cache) & (apart["model"] == f"thin:{p.model}")], kernel, context_length)
         if len(rows) and len(thin) and ceiling(ceilings, "read", p.threads).n:
             found.append(transformers_token(p, a, rows, thin, ceilings))
-    keep = (requests["status"] == d.OK) & (requests["phase"] == "measured") & requests["void"].isna()
-    alone = requests[keep & (requests["concurrency"] == 1) & (requests["context_length"] == context_length)]
+    alone = measured(requests)
+    alone = alone[(alone["concurrency"] == 1) & (alone["context_length"] == context_length)]
     threads = p.server_threads if p.device == "cpu" else p.threads
     alone = alone.groupby("repetition")[
         ["tpot_s", "context_length", "output_tokens"]

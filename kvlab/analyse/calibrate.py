@@ -8,8 +8,9 @@ import pandas as pd
 from scipy import optimize
 
 from kvlab.analyse.architecture import Architecture
+from kvlab.analyse.findings import proven
 from kvlab.analyse.predict import QUANTITIES, Case, Machine, Prediction
-from kvlab.analyse.summary import POINT
+from kvlab.analyse.summary import POINT, measured
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,6 @@ class Point:
     case: Case
     quantity: str  # a key of QUANTITIES
     value: float
-    source: str = ""
 
 
 def residuals(m: Machine, points: list[Point]) -> np.ndarray:
@@ -92,12 +92,11 @@ def on_lengths(m: Machine, points: list[Point]) -> Calibration:
 
 def measured_points(model: Architecture, dtype: str, generations: pd.DataFrame, pairs: pd.DataFrame) -> list[Point]:
     """Medians of S1b's frames (see `summary`) as points by kernel and length: TTFT, both TPOT, both speed-ups."""
-    arms = generations[(generations["status"] == "ok") & ~generations["control"]]
+    arms = measured(generations)
     named = {True: {"ttft_s": "ttft_s", "tpot_s": "tpot_s"}, False: {"tpot_s": "tpot_no_cache_s"}}
     medians = [(rows[column].median(), quantity, setting) for *setting, used, rows in _groups(arms, "use_cache")
                for column, quantity in named[used].items()]  # fmt: skip
-    accepted = pairs[pairs["refusal"].isna() & ~pairs["control"]]
-    medians += [(rows[ratio].median(), ratio, setting) for *setting, rows in _groups(accepted)
+    medians += [(rows[ratio].median(), ratio, setting) for *setting, rows in _groups(proven(pairs))
                 for ratio in ("tpot_speedup", "total_speedup")]  # fmt: skip
     return [Point(Case(model, context, output, batch, dtype, attention, cache), quantity, float(value))
             for value, quantity, (attention, cache, context, output, batch) in medians if value == value]  # fmt: skip

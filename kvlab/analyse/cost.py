@@ -9,7 +9,7 @@ from kvlab.analyse.architecture import Architecture, Block, architecture, known_
 __all__ = ["Architecture", "architecture", "known_models"]
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 BLOCK_TOKENS = 16  # vLLM's default block
-LAYOUTS = ("transformers", "engine", "expanded")
+LAYOUTS = ("transformers", "engine")
 
 
 def _size(matrices: tuple) -> int:
@@ -36,22 +36,18 @@ def step_weight_bytes(a: Architecture, dtype: str, batch: int = 1) -> int:
     return round((parameters(a) - idle) * BYTES_PER_VALUE[dtype])
 
 
-def kv_values(a: Architecture, tokens: int, layout: str = "transformers") -> int:
+def kv_values(a: Architecture, tokens: int, layout: str) -> int:
     """Numbers in the cache of one sequence.
 
     "transformers": a dynamic cache of release 5 after a forward pass; a window of W keeps W - 1 tokens, latent
     attention keeps the latent and expands it again at each step. "engine": a window keeps W, the latent stays as it is.
-    "expanded": what releases of Transformers before 5 kept; every token of a window, latents as every head's keys
-    and values.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     engine = layout == "engine"
     per_token = (a.kv_heads if engine else a.stored_heads) * (a.key_dim + a.value_dim)
-    per_token = a.latent_dim if a.latent_dim and layout != "expanded" else per_token
-    whole = layout == "expanded"
-    kept = [tokens if b.window is None or whole else min(tokens, b.window - (not engine)) for b in a.blocks]
-    return per_token * sum(kept)
+    kept = [tokens if b.window is None else min(tokens, b.window - (not engine)) for b in a.blocks]
+    return (a.latent_dim or per_token) * sum(kept)
 
 
 def kv_cache_bytes(a: Architecture, tokens: int, dtype: str, batch: int = 1, layout: str = "transformers") -> int:

@@ -6,19 +6,16 @@ import pandas as pd
 
 from kvlab.analyse import breakdown, cost
 from kvlab.analyse.findings import Answer, verdict
-from kvlab.analyse.summary import Estimate, interval
+from kvlab.analyse.summary import Estimate, interval, measured, swept
 
 NOTHING = interval([])
 
 
 def throughput_growth(points: pd.DataFrame) -> float | None:
     """S1's throughput at the most requests in flight over that of one, at the length swept; None without both."""
-    rows = points[points["void"].isna()].dropna(subset=["throughput_tokens_per_s"])
-    swept = rows.groupby("context_length")["concurrency"].nunique()
-    if swept.empty or swept.max() < 2:
-        return None
-    middle = rows[rows["context_length"] == swept.idxmax()].groupby("concurrency")["throughput_tokens_per_s"].median()
-    return float(middle.iloc[-1] / middle.iloc[0]) if middle.index[0] == 1 else None
+    rows = swept(measured(points).dropna(subset=["throughput_tokens_per_s"]))
+    middle = rows.groupby("concurrency")["throughput_tokens_per_s"].median()
+    return float(middle.iloc[-1] / middle.iloc[0]) if len(middle) > 1 and middle.index[0] == 1 else None
 
 
 def engine(found: list[breakdown.Token], large: Estimate, growth: float | None) -> Answer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from kvlab.analyse.summary import Estimate, interval
+from kvlab.analyse.summary import Estimate, interval, measured
 
 CONTROL_LOW, CONTROL_HIGH = (
     0.9,
@@ -32,7 +32,7 @@ def headline(frame: pd.DataFrame) -> pd.DataFrame:
 
 def proven(pairs: pd.DataFrame) -> pd.DataFrame:
     """Pairs that count: not refused, and not the control that only watches for drift."""
-    return pairs[pairs["refusal"].isna() & ~pairs["control"].astype(bool)]
+    return measured(pairs[pairs["refusal"].isna()])
 
 
 def per_repetition(pairs: pd.DataFrame, value: str) -> pd.Series:
@@ -48,7 +48,7 @@ def phase(pairs: pd.DataFrame) -> Answer:
     """Q1: decode is faster with the cache (TPOT at the longest length), prefill is not (TTFT over all lengths)."""
     rows = headline(proven(pairs))
     control = interval(per_repetition(rows, "ttft_ratio"))
-    longest = longest_length(rows)
+    longest = rows["context_length"].max()
     speedup = at(rows, longest, "tpot_speedup")
     holds = CONTROL_LOW <= control.low and control.high <= CONTROL_HIGH and speedup.low > 1
     fails = control.high < CONTROL_LOW or control.low > CONTROL_HIGH or speedup.high <= 1
@@ -59,7 +59,7 @@ def phase(pairs: pd.DataFrame) -> Answer:
 def growth(pairs: pd.DataFrame) -> Answer:
     """Q2: the speed-up of TPOT is larger at the longest length than at the shortest, repetition by repetition."""
     rows = headline(proven(pairs))
-    shortest, longest = rows["context_length"].min(), longest_length(rows)
+    shortest, longest = rows["context_length"].min(), rows["context_length"].max()
     table = rows.pivot_table(
         index="repetition", columns="context_length", values="tpot_speedup", aggfunc="median"
     )
@@ -84,10 +84,6 @@ def verdict(holds: bool, fails: bool, *evidence: Estimate) -> str:
     return "supported" if holds else "not_supported" if fails else "undecided"
 
 
-def longest_length(rows: pd.DataFrame) -> float:
-    return rows["context_length"].max()
-
-
 def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
     """Smallest length whose whole interval of the total speed-up lies above 1; is it the shortest measured?"""
     rows = headline(proven(pairs))
@@ -98,8 +94,8 @@ def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
 
 def local_slopes(generations: pd.DataFrame) -> pd.DataFrame:
     """Exponent of TPOT over length between neighbouring lengths, per kernel and arm (0 flat, 1 linear)."""
-    ok = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
-    medians = ok.groupby(["attention", "use_cache", "context_length"])["tpot_s"].median().reset_index()
+    by = ["attention", "use_cache", "context_length"]
+    medians = measured(generations).groupby(by)["tpot_s"].median().reset_index()
     rows = []
     for (attention, use_cache), group in medians.groupby(["attention", "use_cache"]):
         lengths, times = group["context_length"].to_numpy(float), group["tpot_s"].to_numpy(float)
@@ -123,14 +119,10 @@ def refusals(pairs: pd.DataFrame) -> list[tuple[str, int]]:
     return [(str(why), int(count)) for why, count in counts.items()]
 
 
-def unstable(generations: pd.DataFrame, value: str = "tpot_s") -> list[tuple[dict, Estimate]]:
-    """Points whose repetitions spread too far (IQR over median above 10 %), to be named in the article."""
-    ok = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
-    groups = ok.groupby(["attention", "context_length", "use_cache"])
-    found = [
-        (dict(zip(["attention", "context_length", "use_cache"], keys)), interval(g[value]))
-        for keys, g in groups
-    ]
+def unstable(generations: pd.DataFrame) -> list[tuple[dict, Estimate]]:
+    """Points whose TPOT spreads too far (IQR over median above 10 %), to be named in the article."""
+    by = ["attention", "context_length", "use_cache"]
+    found = [(dict(zip(by, keys)), interval(rows["tpot_s"])) for keys, rows in measured(generations).groupby(by)]
     return [(point, estimate) for point, estimate in found if estimate.stable != "ok"]
 
 

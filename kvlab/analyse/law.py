@@ -7,6 +7,7 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from kvlab.analyse import cost
+from kvlab.analyse.summary import measured
 
 GROUP = ["attention", "use_cache"]
 TERMS = ("constant", "linear", "quadratic")
@@ -40,7 +41,7 @@ def fit(tokens, times_s) -> Law:
 
 def step_times(generations: pd.DataFrame) -> pd.DataFrame:
     """Median time per step of every kernel, arm and length; `tokens` is the mean length of its decode steps."""
-    rows = generations[(generations["status"] == "ok") & ~generations["control"].astype(bool)]
+    rows = measured(generations)
     rows = rows.assign(tokens=rows["context_length"] + rows["output_tokens"] / 2)
     return rows.groupby([*GROUP, "context_length", "tokens"])["tpot_s"].median().dropna().reset_index(name="step_s")
 

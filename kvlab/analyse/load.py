@@ -18,7 +18,7 @@ SLOWED = {  # bits of NVML's reasons that mean "slower than it could be"
 COLUMNS = [
     "kind", "use_cache", "attention", "context_length", "concurrency", "window_s", "samples", "interval_s",
     "own_share", "others_share", "steal_share", "cpu_frequency_hz", "resident_set_bytes",
-    "utilisation", "power_w", "energy_j", "energy_per_token_j", "sm_clock_hz", "temperature_c",
+    "utilisation", "power_w", "energy_per_token_j", "sm_clock_hz", "temperature_c",
     "card_memory_before_bytes", "card_memory_bytes", "card_memory_rise_bytes", "own_memory_bytes",
     "allocated_bytes", "reserved_bytes", "marks", "trouble",
 ]  # fmt: skip
@@ -74,7 +74,6 @@ def _card(record: dict, at_s: list[float], columns: dict[str, list]) -> dict:
     return {
         "utilisation": time_mean(at_s, columns.get("utilisation")) if long_enough else None,
         "power_w": time_mean(at_s, columns.get("power_w")),
-        "energy_j": energy_j,
         "energy_per_token_j": energy_j / tokens if tokens and energy_j is not None else None,
         "sm_clock_hz": time_mean(at_s, columns.get("sm_clock_hz")),
         "temperature_c": _highest(columns.get("temperature_c")),

@@ -37,7 +37,7 @@ def figures() -> pd.DataFrame:
 
 def points(rows: pd.DataFrame) -> list[Point]:
     """The figures as points that a predictor can be held against."""
-    return [Point(_case(row), row["quantity"], row["value"], row["source"]) for row in rows.to_dict("records")]
+    return [Point(_case(row), row["quantity"], row["value"]) for row in rows.to_dict("records")]
 
 
 def _case(row: dict) -> Case:
@@ -62,7 +62,7 @@ def calibration_rows(rows: pd.DataFrame) -> pd.Series:
 
 
 @cache
-def calibrated(card: str = "A10") -> Calibration:
+def calibrated(card: str) -> Calibration:
     """A card with the losses of the published figures: fitted on half of them, its residuals those on the others.
 
     What a step takes is fitted on generations, then the products' rate on prefills, all on the card that most figures

@@ -81,8 +81,8 @@ def open_loop(records: list[dict]) -> pd.DataFrame:
 
 def compared(records: list[dict]) -> pd.DataFrame:
     """Median TTFT and TPOT at concurrency 1 in both modes, one row per context length that was measured in both."""
-    rows = summary.requests(records)
-    rows = rows[(rows["phase"] == "measured") & (rows["concurrency"] == 1) & rows["void"].isna()]
+    rows = summary.measured(summary.requests(records))
+    rows = rows[rows["concurrency"] == 1]
     cells = rows.groupby(["context_length", "enforce_eager"])[["ttft_s", "tpot_s"]].median()
     table = cells.unstack("enforce_eager")
     names = {True: "eager", False: "compiled"}

@@ -26,7 +26,6 @@ class Estimate:
     median: float
     low: float
     high: float
-    method: str
     stable: str
 
     @property
@@ -41,15 +40,15 @@ def interval(values) -> Estimate:
     """
     x = np.sort(np.asarray([v for v in values if v is not None and not math.isnan(v)], dtype=float))
     if len(x) == 0:
-        return Estimate(0, math.nan, math.nan, math.nan, "none", "ok")
+        return Estimate(0, math.nan, math.nan, math.nan, "ok")
     median = float(np.median(x))
     if len(x) >= VERDICT_MIN_N:
-        low, high, method = *order_statistics(x), "order statistics"
+        low, high = order_statistics(x)
     elif len(x) > 1 and x[0] > 0:
-        low, high, method = *t_on_logs(x), "t on logs"
+        low, high = t_on_logs(x)
     else:
-        low, high, method = math.nan, math.nan, "none"
-    return Estimate(len(x), median, low, high, method, stability(x))
+        low, high = math.nan, math.nan
+    return Estimate(len(x), median, low, high, stability(x))
 
 
 def order_statistics(x: np.ndarray) -> tuple[float, float]:
@@ -77,13 +76,33 @@ def percentile(values, q: float) -> float | None:
 
 
 def intervals(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
-    """One row per group of `by`: n, median, low, high, method and stability of `value`; empty groups are left out."""
+    """One row per group of `by`: n, median, low, high and stability of `value`; empty groups are left out."""
     rows = [
         {**dict(zip(by, keys)), **vars(estimate)}
         for keys, group in frame.groupby(by, sort=True)
         if (estimate := interval(group[value])).n
     ]
-    return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "method", "stable"])
+    return pd.DataFrame(rows, columns=[*by, "n", "median", "low", "high", "stable"])
+
+
+def measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of any frame here that count: they succeeded, are no control or warm-up, and their point is not void."""
+    keep = pd.Series(True, index=frame.index)
+    if "status" in frame:
+        keep &= frame["status"] == "ok"
+    if "control" in frame:
+        keep &= ~frame["control"].astype(bool)
+    if "phase" in frame:
+        keep &= frame["phase"] == "measured"
+    if "void" in frame:
+        keep &= frame["void"].isna()
+    return frame[keep]
+
+
+def swept(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows at the one context length that was run at the most concurrencies."""
+    counts = frame.groupby("context_length")["concurrency"].nunique()
+    return frame[frame["context_length"] == counts.idxmax()] if len(counts) else frame
 
 
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
@@ -304,7 +323,7 @@ def prefix_hit_share(point: dict) -> float | None:
 
 SERVING_POINT = [
     *SERVED, "repetition", "attempt", "throughput_tokens_per_s", "window_s", "completed", "failed",
-    "kv_cache_usage_max", "running_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
+    "kv_cache_usage_max", "waiting_max", "preemptions", "prefix_hit_share", "littles_law",
     "client_over_server_ttft",
     "tokens_conserved", "event_loop_lag_max_s", "client_saturated", "void",
 ]  # fmt: skip
@@ -338,7 +357,6 @@ def serving_point(point: dict, sent: list[dict]) -> dict:
         "completed": sum(r["status"] == d.OK for r in measured),
         "failed": sum(r["status"] != d.OK for r in measured),
         "kv_cache_usage_max": most(samples, "kv_cache_usage"),
-        "running_max": most(samples, "running"),
         "waiting_max": most(samples, "waiting"),
         "preemptions": (point.get("server_deltas") or {}).get("preemptions"),
         "prefix_hit_share": prefix_hit_share(point),

@@ -10,17 +10,31 @@ from kvlab.analyse.predict import Prediction
 from kvlab.analyse.predictions import FIGURES
 from kvlab.analyse.summary import interval
 from kvlab.article import drawing, prose
-from kvlab.article.drawing import chart, label
+from kvlab.article.drawing import chart, label, read_by
 
 COLOUR = {
     "weights": "#0072B2", "kv_reads": "#56B4E9", "cache_copies": "#E69F00", "launch": "#D55E00",
     "sampling": "#CC79A7", "serving": "#009E73", "unexplained": "#B0B0B0",
 }  # fmt: skip
 PREDICTED, MEASURED = "#6A6A6A", "#0072B2"
-FIGURE_COLOUR = {"ttft_s": "#0072B2", "tpot_cache_s": "#009E73", "tpot_no_cache_s": "#D55E00"}
-CEILINGS = {"read": "rate_bytes", "copy": "rate_bytes", "gemm": "rate_flops", "launch": "seconds", "layer": "seconds"}
 
 
+def waterfall_numbers(parts):
+    """Of the first stack: TPOT over its floor, and its largest part that no engine has to pay."""
+    rows = parts[parts["stack"] == parts["stack"].iloc[0]]
+    avoidable = rows[~rows["part"].isin(["weights", "kv_reads"])]
+    largest = avoidable.loc[avoidable["seconds"].idxmax()]
+    return {
+        "stack": prose_both("label.stack_name", rows["stack"].iloc[0]),
+        "tpot": rows["tpot_s"].iloc[0],
+        "floor": rows["floor_s"].iloc[0],
+        "over": rows["tpot_s"].iloc[0] / rows["floor_s"].iloc[0],
+        "largest": prose_both("label.part", largest["part"]),
+        "largest_s": largest["seconds"],
+    }
+
+
+@read_by(waterfall_numbers)
 @chart
 def waterfall(parts, language):
     """Where one token's time goes: a panel per stack, each in multiples of its own floor."""
@@ -65,28 +79,24 @@ def part_name(part, basis, language):
     )
 
 
-def waterfall_numbers(parts):
-    """Of the first stack: TPOT over its floor, and its largest part that no engine has to pay."""
-    rows = parts[parts["stack"] == parts["stack"].iloc[0]]
-    avoidable = rows[~rows["part"].isin(["weights", "kv_reads"])]
-    largest = avoidable.loc[avoidable["seconds"].idxmax()]
-    return {
-        "stack": prose_both("label.stack_name", rows["stack"].iloc[0]),
-        "tpot": rows["tpot_s"].iloc[0],
-        "floor": rows["floor_s"].iloc[0],
-        "over": rows["tpot_s"].iloc[0] / rows["floor_s"].iloc[0],
-        "largest": prose_both("label.part", largest["part"]),
-        "largest_s": largest["seconds"],
-    }
-
-
 def prose_both(prefix, name):
     return {each: prose.plain(f"{prefix}_{name}", each) for each in prose.LANGUAGES}
 
 
-waterfall.reading = waterfall_numbers
+def slice_numbers(frame, layers):
+    fit = breakdown.extrapolated(frame, "tpot_s", layers)
+    if fit.empty:
+        raise IndexError("no line through fewer than two slices")
+    return {
+        "layers": layers,
+        "deepest": frame["layers"].max(),
+        "per_layer": interval(fit["per_layer_s"]),
+        "rest": fit["rest_s"].median(),
+        "whole": interval(fit["whole_s"]),
+    }
 
 
+@read_by(slice_numbers)
 @chart
 def slice_by_layers(frame, layers, language):
     """TPOT and TTFT of the first layers of a large model, and the straight line to all of its layers."""
@@ -108,22 +118,13 @@ def slice_by_layers(frame, layers, language):
     return figure
 
 
-def slice_numbers(frame, layers):
-    fit = breakdown.extrapolated(frame, "tpot_s", layers)
-    if fit.empty:
-        raise IndexError("no line through fewer than two slices")
-    return {
-        "layers": layers,
-        "deepest": frame["layers"].max(),
-        "per_layer": interval(fit["per_layer_s"]),
-        "rest": fit["rest_s"].median(),
-        "whole": interval(fit["whole_s"]),
-    }
+def residual_numbers(residuals):
+    fair = residuals[residuals["attention"] == sorted(residuals["attention"].unique())[-1]]
+    middle = fair.groupby("figure")["ratio"].median()
+    return {name.removesuffix("_s"): middle[name] for name in FIGURES} | {"points": residuals["point"].nunique()}
 
 
-slice_by_layers.reading = slice_numbers
-
-
+@read_by(residual_numbers)
 @chart
 def prediction_residuals(residuals, language):
     """Measured over predicted, by context length: 1 is a prediction that came true."""
@@ -146,15 +147,14 @@ def prediction_residuals(residuals, language):
     return figure
 
 
-def residual_numbers(residuals):
-    fair = residuals[residuals["attention"] == sorted(residuals["attention"].unique())[-1]]
-    middle = fair.groupby("figure")["ratio"].median()
-    return {name.removesuffix("_s"): middle[name] for name in FIGURES} | {"points": residuals["point"].nunique()}
+def tier_numbers(gaps):
+    by_phase = gaps.set_index("phase")
+    return {
+        f"{phase}_{value}": by_phase.loc[phase, value] for phase in ("ttft", "tpot") for value in ("gap", "ceiling")
+    }
 
 
-prediction_residuals.reading = residual_numbers
-
-
+@read_by(tier_numbers)
 @chart
 def tier_gaps(gaps, language):
     """How many times faster the other machine is, phase by phase, beside the ratio of the ceiling that rules it."""
@@ -185,16 +185,6 @@ def tier_gaps(gaps, language):
     ax.set_yticks(range(len(gaps)), [label(phase, language) for phase in gaps["phase"]])
     ax.set_xlabel(label("times_faster", language))
     return figure
-
-
-def tier_numbers(gaps):
-    by_phase = gaps.set_index("phase")
-    return {
-        f"{phase}_{value}": by_phase.loc[phase, value] for phase in ("ttft", "tpot") for value in ("gap", "ceiling")
-    }
-
-
-tier_gaps.reading = tier_numbers
 
 
 # --- tables and sentences

@@ -13,10 +13,10 @@ ARMS = (("no_cache", False), ("cache", True))
 PALE = 0.78  # share of white in what is only read back
 
 
-def show(name, draw, *frames, language="both", figures_dir, source="", reading=True):
+def show(name, draw, *frames, language="both", figures_dir, source=""):
     """Draws the chart in each language, saves <figures_dir>/<name>.<language>.svg and .png, displays it.
 
-    `source` says where the numbers came from; with `reading` the chart's computed sentence follows it.
+    `source` says where the numbers came from. The chart's computed sentence follows it.
     """
     key, numbers = f"charts.{draw.__name__}", readings.of(draw, *frames)
     for each in prose.languages(language):
@@ -28,8 +28,7 @@ def show(name, draw, *frames, language="both", figures_dir, source="", reading=T
         prose.emit(
             data, each, figure=name, alt=alt, source=source, caption=prose.plain(f"{key}.caption", each)
         )
-        if reading:
-            read(draw, *frames, language=each, source=source)
+        read(draw, *frames, language=each, source=source)
 
 
 def read(draw, *frames, language="both", source=""):
@@ -83,16 +82,26 @@ def _legend_squares(ax, entries, language):
         x += 6.9
 
 
-def _kernel_panels(frame, chart_name, language):
+def kernel_panels(frame, chart_name, language, **shape):
+    """A column per attention kernel, named above its first panel; `shape` is that of `drawing.panels`."""
     kernels = readings.kernels(frame) or [""]
     titles = [kernel_label(kernel, language) for kernel in kernels]
-    figure, axes = drawing.panels(language, chart_name, titles)
+    titles += [""] * len(kernels) * (shape.get("rows", 1) - 1)
+    figure, axes = drawing.panels(language, chart_name, titles, **shape)
     return figure, axes, kernels
 
 
+def arm_panels(frame, chart_name, language, **shape):
+    """A row per attention kernel, a column per arm; returns the figure and (axes, kernel, condition, arm) of each."""
+    cells = [(kernel, *arm) for kernel in readings.kernels(frame) or [""] for arm in ARMS[::-1]]
+    titles = [f"{label(condition, language)} · {kernel_label(kernel, language)}" for kernel, condition, _ in cells]
+    figure, axes = drawing.panels(language, chart_name, titles, rows=len(cells) // len(ARMS), **shape)
+    return figure, [(ax, *cell) for ax, cell in zip(axes, cells, strict=True)]
+
+
 def _arms_by_context(generations, chart_name, value, language):
-    figure, axes, kernels = _kernel_panels(generations, chart_name, language)
-    x, ends = "context_length", []
+    figure, axes, kernels = kernel_panels(generations, chart_name, language)
+    x = "context_length"
     for ax, kernel in zip(axes, kernels, strict=True):
         ends = []
         for level, (condition, arm) in enumerate(ARMS):
@@ -158,8 +167,7 @@ def _references(ax, rows, value, language):
 @chart
 def step_curve(steps, language):
     """Time of every decode step of one long generation, both arms, one panel per attention kernel."""
-    figure, axes, kernels = _kernel_panels(steps, "step_curve", language)
-    ends = []
+    figure, axes, kernels = kernel_panels(steps, "step_curve", language)
     for ax, kernel in zip(axes, kernels, strict=True):
         ends = []
         for condition, arm in ARMS:
@@ -188,19 +196,14 @@ def _curve(ax, rows, condition):
 def phase_share(generations, language):
     """Share of the total time in prefill and in decode, by arm, length and attention kernel."""
     rows = readings.measured(generations).dropna(subset=["ttft_s", "e2e_s"])
-    kernels, arms = readings.kernels(rows) or [""], ("cache", "no_cache")
-    cells = [(kernel, arm) for kernel in kernels for arm in arms]
-    titles = [f"{label(arm, language)} · {kernel_label(kernel, language)}" for kernel, arm in cells]
     height = 0.8 + 0.32 * max(3, rows["context_length"].nunique())
-    figure, axes = drawing.panels(
-        language, "phase_share", titles, rows=len(kernels), height=height, sharex=True
-    )
-    for ax, (kernel, arm) in zip(axes, cells, strict=True):
-        of_cell = rows[(rows["attention"] == kernel) & (rows["use_cache"] == (arm == "cache"))]
-        _stacked(ax, of_cell, arm, language)
-    for ax in axes[-2:]:
+    figure, cells = arm_panels(rows, "phase_share", language, height=height, sharex=True)
+    for ax, kernel, condition, arm in cells:
+        of_cell = rows[(rows["attention"] == kernel) & (rows["use_cache"] == arm)]
+        _stacked(ax, of_cell, condition, language)
+    for ax in figure.axes[-2:]:
         ax.set_xlabel(label("share", language))
-    for ax in axes[::2]:
+    for ax in figure.axes[::2]:
         ax.set_ylabel(label("context_and_output", language))
     return figure
 

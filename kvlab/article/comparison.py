@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import nbformat
 import pandas as pd
 
-from kvlab.analyse.summary import POINT, SERVED, Estimate, interval
+from kvlab.analyse.summary import POINT, SERVED, Estimate, interval, measured
 from kvlab.article import prose
 
 MUST_AGREE = ("model", "model_revision", "dtype", "batch_size")
@@ -25,7 +25,7 @@ def check(a: SimpleNamespace, b: SimpleNamespace) -> None:
 
 def ratio(a: Estimate, b: Estimate) -> Estimate:
     """b over a for two independent samples; the interval's ends are those of both intervals, so it is a wide one."""
-    return Estimate(min(a.n, b.n), b.median / a.median, b.low / a.high, b.high / a.low, "ends of both intervals", "ok")
+    return Estimate(min(a.n, b.n), b.median / a.median, b.low / a.high, b.high / a.low, "ok")
 
 
 def rows(a: pd.DataFrame, b: pd.DataFrame, by: list[str], values: list[str]) -> list[dict]:
@@ -47,14 +47,12 @@ def groups(frame: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
 
 def on_off(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
     """S1b: `rows` of two frames of generations, arm by arm."""
-    usable = [frame[(frame["status"] == "ok") & ~frame["control"].astype(bool)] for frame in (a, b)]
-    return rows(*usable, [*POINT, "use_cache"], ["ttft_s", "tpot_s"])
+    return rows(measured(a), measured(b), [*POINT, "use_cache"], ["ttft_s", "tpot_s"])
 
 
 def serving(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
     """S1: `rows` of two frames of requests."""
-    usable = [f[(f["status"] == "ok") & (f["phase"] == "measured") & f["void"].isna()] for f in (a, b)]
-    return rows(*usable, SERVED, ["ttft_s", "tpot_s"])
+    return rows(measured(a), measured(b), SERVED, ["ttft_s", "tpot_s"])
 
 
 def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str, list[dict]], language: str):
@@ -72,11 +70,11 @@ def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str
 
 
 def html_table(experiment: str, found: list[dict], names: tuple[str, str], language: str) -> str:
-    arms = {True: prose.both("label.cache"), False: prose.both("label.no_cache")}
     shown = [row | {"value": prose.both(f"label.{row['value'].removesuffix('_s')}")} for row in found]
     if experiment == "s1b":
         shown = [
-            row | {"arm": arms[row["use_cache"]], "kernel": prose.both(f"label.{row['attention']}")} for row in shown
+            row | {"arm": prose.arm(row["use_cache"]), "kernel": prose.both(f"label.{row['attention']}")}
+            for row in shown
         ]
     point = ["kernel", "context_length", "arm"] if experiment == "s1b" else ["concurrency", "context_length"]
     headings = {"kernel": "sections.kernel", "context_length": "label.context_length:count"}

@@ -7,8 +7,8 @@ from matplotlib.patches import Patch
 
 from kvlab.analyse import footprint
 from kvlab.article import drawing, prose, readings
-from kvlab.article.charts import ARMS
-from kvlab.article.drawing import COLOUR, chart, kernel_label, label, read_by, tint
+from kvlab.article.charts import arm_panels
+from kvlab.article.drawing import COLOUR, chart, label, read_by, tint
 
 PART_COLOUR = {
     "weights_bytes": "#B5B5B5", "kv_cache_bytes": COLOUR["cache"],
@@ -35,18 +35,15 @@ def memory_reading(parts):
 @chart
 def memory_by_part(parts, language):
     """What the peak consists of, by length, arm and attention kernel; a dash marks what was predicted."""
-    kernels = readings.kernels(parts) or [""]
-    cells = [(kernel, arm) for kernel in kernels for arm in ARMS[::-1]]
-    titles = [f"{label(arm[0], language)} · {kernel_label(kernel, language)}" for kernel, arm in cells]
-    figure, axes = drawing.panels(language, "memory_by_part", titles, rows=len(kernels), height=2.7)
+    figure, cells = arm_panels(parts, "memory_by_part", language, height=2.7)
     lengths = sorted(parts["context_length"].unique())
-    for ax, (kernel, (condition, arm)) in zip(axes, cells, strict=True):
+    for ax, kernel, condition, arm in cells:
         rows = parts[(parts["attention"] == kernel) & (parts["use_cache"] == arm)]
         _stacked(ax, rows, lengths, condition)
         ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        ax.set_xlabel(label("context_length", language) if kernel == kernels[-1] else "")
+        ax.set_xlabel(label("context_length", language) if ax in figure.axes[-2:] else "")
     totals = parts[list(footprint.PARTS)].sum(axis=1).tolist() + parts["predicted_bytes"].dropna().tolist()
-    _byte_axis(axes, max(totals, default=0), language)
+    _byte_axis(figure.axes, max(totals, default=0), language)
     _name_parts(figure, parts, language)
     return figure
 
@@ -86,10 +83,7 @@ def memory_table(parts, language, source):
     """The parts in numbers for the fair kernel, with the resident set and the processor time of the forward pass."""
     rows = parts[parts["attention"] == readings.fair_kernel(parts)] if len(parts) else parts
     middle = readings.measured(rows).groupby(["context_length", "use_cache"]).median(numeric_only=True)
-    table = [
-        {**row, "arm": prose.both("label.cache" if row["use_cache"] else "label.no_cache")}
-        for row in middle.reset_index().to_dict("records")
-    ]
+    table = [{**row, "arm": prose.arm(row["use_cache"])} for row in middle.reset_index().to_dict("records")]
     headings = {"context_length": "label.context_length:count", "arm": "law.arm"}
     headings |= {name: f"label.{name}:B" for name in (*footprint.PARTS, "resident_set_bytes")}
     prose.table(table, headings | {"cpu_time_s": "label.cpu_time_s:s"}, language, source=source)

@@ -4,8 +4,8 @@ import math
 
 from kvlab.analyse import law, summary
 from kvlab.article import drawing, prose, readings
-from kvlab.article.charts import ARMS
-from kvlab.article.drawing import COLOUR, chart, kernel_label, label, read_by
+from kvlab.article.charts import ARMS, kernel_panels
+from kvlab.article.drawing import COLOUR, chart, label, read_by
 
 
 def what_ran(records, dtype, language, source):
@@ -37,9 +37,7 @@ def law_reading(residuals):
 @chart
 def law_by_context(residuals, language):
     """The law of every second length over the measured steps, and below it how far it misses each length."""
-    kernels = readings.kernels(residuals) or [""]
-    titles = [kernel_label(kernel, language) for kernel in kernels] + [""] * len(kernels)
-    figure, axes = drawing.panels(language, "law_by_context", titles, rows=2, height=2.5)
+    figure, axes, kernels = kernel_panels(residuals, "law_by_context", language, rows=2, height=2.5)
     upper, lower = axes[: len(kernels)], axes[len(kernels) :]
     for kernel, above, below in zip(kernels, upper, lower, strict=True):
         ends = []
@@ -79,7 +77,7 @@ def terms(times, architecture, dtype, language, source):
     rows = [
         {
             "attention": prose.both(f"label.{name['attention']}"),
-            "arm": prose.both("label.cache" if name["use_cache"] else "label.no_cache"),
+            "arm": prose.arm(name["use_cache"]),
             "lengths": count,
             "constant": found.constant_s,
             "linear": found.linear_s,
@@ -162,9 +160,7 @@ def steps_reading(steps):
 @chart
 def steps_over_lengths(steps, language):
     """Every decode step against its position with the prefill beside it; below, a step without cache over a prefill."""
-    kernels = readings.kernels(steps) or [""]
-    titles = [kernel_label(kernel, language) for kernel in kernels] + [""] * len(kernels)
-    figure, axes = drawing.panels(language, "steps_over_lengths", titles, rows=2, height=2.6)
+    figure, axes, kernels = kernel_panels(steps, "steps_over_lengths", language, rows=2, height=2.6)
     upper, lower, ratios = axes[: len(kernels)], axes[len(kernels) :], law.recomputed(steps)
     for kernel, above, below in zip(kernels, upper, lower, strict=True):
         ends = _steps_and_prefills(above, steps[steps["attention"] == kernel], language)
@@ -237,7 +233,7 @@ def speedups_by_output(pairs, language):
 
 def agreement(pairs, language, source):
     """Where the arms' tokens first differ, and by how much the choice there led: rounding is named, not hidden."""
-    rows = pairs[~pairs["control"].astype(bool)]
+    rows = readings.measured(pairs)
     different = rows[rows["first_difference"].notna()]
     same = int((rows["first_difference"].isna() & rows["refusal"].isna()).sum())
     prose.say("law.same_tokens", language, source=source, same=same, pairs=len(rows))

@@ -49,7 +49,7 @@ def show(rows: list[dict], by: list[str], columns: dict[str, str], language: str
     cells = [
         row
         | {name: prose.both("telemetry.not_measurable") for name in columns if pd.isna(row[name])}
-        | {"use_cache": prose.both("label.cache" if row.get("use_cache") else "label.no_cache")}
+        | {"use_cache": prose.arm(row.get("use_cache"))}
         for row in rows
     ]
     headings = {name: "telemetry.arm" if name == "use_cache" else f"label.{name}:count" for name in by}

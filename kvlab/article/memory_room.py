@@ -1,7 +1,7 @@
 """What the cache leaves room for, as charts and a table: everything here is computed from configurations."""
 
 from kvlab.article import drawing, prose
-from kvlab.article.drawing import chart, label
+from kvlab.article.drawing import chart, label, read_by
 
 KIND_COLOUR = {
     "multi_head": "#D55E00", "grouped": "#0072B2", "multi_query": "#56B4E9", "window": "#E69F00", "hybrid": "#CC79A7",
@@ -10,6 +10,19 @@ KIND_COLOUR = {
 LINES = ("#D55E00", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7")
 
 
+def _kv_bytes_by_model(room):
+    ordered = room.sort_values("kv_bytes_per_token")
+    least, most = ordered.iloc[0], ordered.iloc[-1]
+    grouped = room[room["kind"] == "grouped"].sort_values("shared").iloc[-1]
+    return {
+        "least": least["model"], "least_bytes": least["kv_bytes_per_token"], "most": most["model"],
+        "most_bytes": most["kv_bytes_per_token"], "ratio": most["kv_bytes_per_token"] / least["kv_bytes_per_token"],
+        "grouped": grouped["model"], "grouped_bytes": grouped["kv_bytes_per_token"], "shared": grouped["shared"],
+        "every_head_bytes": grouped["multi_head_bytes_per_token"],
+    }  # fmt: skip
+
+
+@read_by(_kv_bytes_by_model)
 @chart
 def kv_bytes_by_model(room, language):
     """Bytes that one token adds to the cache, a bar per model, coloured by its kind of attention."""
@@ -27,21 +40,15 @@ def kv_bytes_by_model(room, language):
     return figure
 
 
-def _kv_bytes_by_model(room):
-    ordered = room.sort_values("kv_bytes_per_token")
-    least, most = ordered.iloc[0], ordered.iloc[-1]
-    grouped = room[room["kind"] == "grouped"].sort_values("shared").iloc[-1]
-    return {
-        "least": least["model"], "least_bytes": least["kv_bytes_per_token"], "most": most["model"],
-        "most_bytes": most["kv_bytes_per_token"], "ratio": most["kv_bytes_per_token"] / least["kv_bytes_per_token"],
-        "grouped": grouped["model"], "grouped_bytes": grouped["kv_bytes_per_token"], "shared": grouped["shared"],
-        "every_head_bytes": grouped["multi_head_bytes_per_token"],
-    }  # fmt: skip
+def _requests_by_context(lengths):
+    """The model with the fewest requests against the one with the most, at the longest length that all can take."""
+    longest = lengths.groupby("model")["context_length"].max().min()
+    ordered = lengths[lengths["context_length"] == longest].sort_values("requests")
+    (fewest, few), (most, many) = (tuple(ordered[["model", "requests"]].iloc[place]) for place in (0, -1))
+    return {"context_length": longest, "fewest": fewest, "fewest_requests": few, "most": most, "most_requests": many}
 
 
-kv_bytes_by_model.reading = _kv_bytes_by_model
-
-
+@read_by(_requests_by_context)
 @chart
 def requests_by_context(lengths, language):
     """How many requests fit on the card over their length; computed, so dashed."""
@@ -54,17 +61,6 @@ def requests_by_context(lengths, language):
     drawing.friendly_y([ax], "count", language, label("requests_that_fit", language))
     drawing.end_labels(ax, ends)
     return figure
-
-
-def _requests_by_context(lengths):
-    """The model with the fewest requests against the one with the most, at the longest length that all can take."""
-    longest = lengths.groupby("model")["context_length"].max().min()
-    ordered = lengths[lengths["context_length"] == longest].sort_values("requests")
-    (fewest, few), (most, many) = (tuple(ordered[["model", "requests"]].iloc[place]) for place in (0, -1))
-    return {"context_length": longest, "fewest": fewest, "fewest_requests": few, "most": most, "most_requests": many}
-
-
-requests_by_context.reading = _requests_by_context
 
 
 def table(room, tokens, language):

@@ -172,6 +172,11 @@ def both(key, **numbers):
     return {language: text(key, language, **numbers) for language in LANGUAGES}
 
 
+def arm(use_cache):
+    """The name of an arm of S1b in every language."""
+    return both("label.cache" if use_cache else "label.no_cache")
+
+
 def emit(data, language, **tags):
     """Displays one output that the page keeps for one language only."""
     display(data, raw=True, metadata={"kvlab": {"language": language, **tags}})

@@ -1,8 +1,7 @@
 """Numbers that a chart's alternative text and computed sentence quote, from the chart's own frames."""
 
-import pandas as pd
-
 from kvlab.analyse import summary
+from kvlab.analyse.summary import measured, swept
 
 PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 
@@ -17,20 +16,6 @@ def of(chart, *frames):
         return reading(*frames)
     except (IndexError, KeyError):  # a group that the sentence needs was not measured
         return None
-
-
-def measured(frame):
-    """Rows that succeeded and are no control points."""
-    keep = pd.Series(True, index=frame.index)
-    if "status" in frame:
-        keep &= frame["status"] == "ok"
-    if "control" in frame:
-        keep &= ~frame["control"].astype(bool)
-    if "phase" in frame:
-        keep &= frame["phase"] == "measured"
-    if "void" in frame:
-        keep &= frame["void"].isna()
-    return frame[keep]
 
 
 def kernels(frame):
@@ -157,12 +142,6 @@ def phase_share(generations):
         "cache": cache.iloc[-1],
         "no_cache": no_cache[(longest, output_tokens)],
     }
-
-
-def swept(frame):
-    """Rows at the one context length that was run at the most concurrencies."""
-    counts = frame.groupby("context_length")["concurrency"].nunique()
-    return frame[frame["context_length"] == counts.idxmax()] if len(counts) else frame
 
 
 def serving_by_concurrency(requests, points):

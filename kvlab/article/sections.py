@@ -7,8 +7,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from kvlab import paths, records
-from kvlab.analyse.findings import Answer, refusals, unstable
-from kvlab.analyse.summary import Estimate, interval
+from kvlab.analyse.findings import Answer, proven, refusals, unstable
+from kvlab.analyse.summary import Estimate, interval, measured
 from kvlab.article import prose
 
 ANSWER_FIGURES = {
@@ -121,8 +121,7 @@ def kvlab_version(code: dict) -> str:
 
 def control(pairs: pd.DataFrame, language: str, source: str) -> None:
     """The control length by length: paired ratio of TTFT with its interval, and on how many steps TPOT rests."""
-    rows = pairs[~pairs["control"].astype(bool) & pairs["refusal"].isna()]
-    groups = rows.groupby(["attention", "context_length", "output_tokens"])
+    groups = proven(pairs).groupby(["attention", "context_length", "output_tokens"])
     table = [
         {
             "attention": prose.both(f"label.{attention}"),
@@ -183,7 +182,7 @@ def negative_control(refused: list[str | None], language: str, source: str) -> N
 
 def trouble(generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, language: str, source: str) -> None:
     """What a sceptic asks for: how many pairs were proven, which were refused, which points failed or were unsteady."""
-    pairs = pairs[~pairs["control"].astype(bool)]
+    pairs = measured(pairs)
     counts = {"proven": int(pairs["refusal"].isna().sum()), "pairs": len(pairs)}
     prose.say("sections.proven", language, source=source, **counts)
     for why, count in refusals(pairs):

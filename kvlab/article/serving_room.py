@@ -6,19 +6,9 @@ from matplotlib.ticker import MaxNLocator
 from kvlab.analyse import dialects
 from kvlab.analyse import serving as s1
 from kvlab.article import drawing, prose, readings
-from kvlab.article.drawing import COLOUR, chart, label
+from kvlab.article.drawing import COLOUR, chart, label, read_by
 
 WAITING = COLOUR["no_cache"]
-
-
-def reading(numbers_of):
-    """Gives a chart the function that computes its sentence's numbers from the chart's own frames."""
-
-    def attach(draw):
-        draw.reading = numbers_of
-        return draw
-
-    return attach
 
 
 # ---- latency against throughput
@@ -39,7 +29,7 @@ def trade_off(requests, points):
     return pd.concat(columns, axis=1).dropna()
 
 
-@reading(latency_numbers)
+@read_by(latency_numbers)
 @chart
 def latency_by_throughput(requests, points, ttft_limit_s, tpot_limit_s, language):
     """What each further token/s costs in latency, one point per concurrency, with the limits of the goodput."""
@@ -117,7 +107,7 @@ def filling_numbers(samples, sends):
     }
 
 
-@reading(filling_numbers)
+@read_by(filling_numbers)
 @chart
 def cache_filling(samples, sends, language):
     """Usage of a small KV cache, running and waiting requests, preemptions, and TTFT by the time of the send."""
@@ -182,7 +172,7 @@ def reuse_numbers(frame):
     }
 
 
-@reading(reuse_numbers)
+@read_by(reuse_numbers)
 @chart
 def ttft_by_shared_prefix(frame, language):
     """TTFT over the length of the prefix that is in the cache already; dashed, if it were proportional to the rest."""
@@ -217,8 +207,6 @@ def definitions_table(records: list[dict], language: str, source: str) -> None:
     headings = {"tool": "serving.tool", "tpot_name": "serving.its_name", "tpot_s": "serving.time_per_token:s"}
     headings |= {"ttft_s": "label.ttft:s", "throughput_tokens_per_s": "label.throughput"}
     prose.table(rows, headings, language, source=source)
-    numbers = {name: dialects.spread(rows, value) for name, value in SPREADS.items()}
+    spreads = {"per_token": "tpot_s", "throughput": "throughput_tokens_per_s"}
+    numbers = {name: dialects.spread(rows, value) for name, value in spreads.items()}
     prose.say("serving.spread", language, source=source, concurrency=point["point"]["concurrency"], **numbers)
-
-
-SPREADS = {"per_token": "tpot_s", "throughput": "throughput_tokens_per_s"}

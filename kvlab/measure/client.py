@@ -23,6 +23,7 @@ import psutil
 from kvlab.measure import metrics, sampling, stream
 
 LAG_INTERVAL_S = 0.02
+METRICS_INTERVAL_S = 0.5
 now_s = time.perf_counter
 
 
@@ -178,10 +179,10 @@ async def _fetch_metrics(target, timeout_s=5.0):
     return sent.sent_s or now_s(), sent.reads
 
 
-async def _sample_metrics(target, interval_s, samples):
+async def _sample_metrics(target, samples):
     while True:
         samples.append(await _fetch_metrics(target))
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(METRICS_INTERVAL_S)
 
 
 async def _watch_lag(lags):
@@ -220,7 +221,6 @@ class Run:
     width: int  # requests in flight; 1 for the warm-up of an open loop
     timeout_s: float
     stagger_s: float | None
-    sample_interval_s: float
     server_pid: int | None
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     start_s: float = field(default_factory=now_s)
@@ -236,7 +236,7 @@ class Run:
 
 def run_point(
     base_url, model, point, prompts, seed, *, warmup=0, timeout_s=600.0, token_variable=None, server_pid=None,
-    sample_interval_s=0.5, stagger_s=None, extra_body=None, on_record=None,
+    stagger_s=None, on_record=None,
 ):  # fmt: skip
     """Measure one serving point; return its "request" records and, last, its "point" record.
 
@@ -249,10 +249,10 @@ def run_point(
     """
     width = 1 if point["loop"] == "open" else point["concurrency"]
     run = Run(Target(base_url, token_variable), point, seed, max(width, warmup), width,
-              timeout_s, stagger_s, sample_interval_s, server_pid)  # fmt: skip
+              timeout_s, stagger_s, server_pid)  # fmt: skip
     if len(prompts) <= run.warmup:
         raise ValueError(f"{len(prompts)} prompts leave none to measure after a warm-up of {run.warmup}")
-    run.requests = _prepare(run, model, prompts, extra_body or {})
+    run.requests = _prepare(run, model, prompts)
     records = []
 
     def hand_over(record):
@@ -270,7 +270,7 @@ def run_point(
     return records
 
 
-def _prepare(run, model, prompts, extra_body):
+def _prepare(run, model, prompts):
     """Every request of the point as bytes, before any clock runs."""
     lengths, jitter = random.Random(run.seed), run.point.get("output_jitter") or 0.0
     requests = []
@@ -280,7 +280,7 @@ def _prepare(run, model, prompts, extra_body):
         body = {
             "model": model, "prompt": list(prompt), "max_tokens": output_tokens, "temperature": 0.0,
             "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True}, **extra_body,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
         phase, number = ("warmup", index) if index < run.warmup else ("measured", index - run.warmup)
         stream_number = number if run.point["loop"] == "open" else number % run.width
@@ -298,7 +298,7 @@ async def _measure(run):
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     beside = [
         asyncio.create_task(_watch_lag(run.lags_s)),
-        asyncio.create_task(_sample_metrics(run.target, run.sample_interval_s, run.samples)),
+        asyncio.create_task(_sample_metrics(run.target, run.samples)),
     ]
     try:
         with run.telemetry or nullcontext():

@@ -279,16 +279,14 @@ class VllmServer:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, self._headers())
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
+            connection.request(method, path, payload, headers)
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
             return None, ""
         finally:
             connection.close()
-
-    def _headers(self):
-        return {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
 
     def _failure(self, kind, sentence):
         """The ServerError of a start that failed; of an exit, the log may tell more than that it happened."""
@@ -300,5 +298,5 @@ class VllmServer:
     def _log(self):
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
-    def _log_tail(self, lines=LOG_TAIL_LINES):
-        return "\n".join(self._log().strip().splitlines()[-lines:])
+    def _log_tail(self):
+        return "\n".join(self._log().strip().splitlines()[-LOG_TAIL_LINES:])

@@ -11,11 +11,7 @@ def synchronizer(device: str | torch.device) -> Callable[[], None]:
     """Return what waits until the device has finished its work; on a CPU there is nothing to wait for."""
     if torch.device(device).type == "cuda":
         return partial(torch.cuda.synchronize, torch.device(device))
-    return _nothing_to_wait_for
-
-
-def _nothing_to_wait_for() -> None:
-    return None
+    return lambda: None
 
 
 class Stopwatch:

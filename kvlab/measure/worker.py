@@ -32,7 +32,7 @@ class Worker:
     """Measure pairs in a child process, started at the first call and again after it died.
 
     Use it as a context manager; leaving it, Ctrl-C included, ends the child. A point that kills the child is
-    a record with status `failed`; only `facts` raises (RuntimeError) when the model cannot be loaded.
+    a record with its reason, and so is one whose model cannot be loaded.
     """
 
     def __init__(
@@ -62,13 +62,6 @@ class Worker:
         """The child's process id, None while there is no child."""
         return self._child.pid if self._child and self._child.poll() is None else None
 
-    def facts(self, attention: str = "sdpa") -> dict:
-        """Load the model and return its revision, stored type, dtype, parameter bytes and versions."""
-        answer = self._ask({"ask": "facts", "attention": attention})
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["facts"]
-
     def measure_pair(
         self,
         point: dict,
@@ -78,7 +71,7 @@ class Worker:
         ask: str = "measure_pair",
     ) -> list[dict]:
         """Return both arms' raw records; prompt and order follow from seed, point and repetition."""
-        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+        entropy = self._entropy(point, repetition)
         ask = "measure_negative_control" if negative_control else ask
         answer = self._ask({"ask": ask, "point": point, "entropy": entropy})
         records = answer.get("records") or _failed_pair(point, answer, negative_control)
@@ -89,19 +82,21 @@ class Worker:
 
     def measure_generation(self, point: dict, repetition: int) -> list[dict]:
         """Return the record of one generation with cache; a point's `layers` asks for the first layers only."""
-        entropy = [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
-        return self._single({"ask": "measure_generation", "point": point, "entropy": entropy}, repetition)
+        request = {"ask": "measure_generation", "point": point, "entropy": self._entropy(point, repetition)}
+        return self._single(request, repetition)
 
     def measure_ceiling(self, point: dict, repetition: int) -> list[dict]:
         """Return the record of one ceiling of the machine (see `measure.machine`); it needs no model."""
         return self._single({"ask": "measure_ceiling", "point": point}, repetition)
 
+    def _entropy(self, point: dict, repetition: int) -> list[int]:
+        return [self._seed, zlib.crc32(json.dumps(point, sort_keys=True).encode()), repetition]
+
     def _single(self, request: dict, repetition: int) -> list[dict]:
-        answer = self._ask(dict(request))
+        answer = self._ask(request)
         kind = request["ask"].removeprefix("measure_")
         lost = {"kind": kind, "point": request["point"], "status": answer.get("status"), "reason": answer.get("error")}
         return [(answer.get("record") or lost) | {"repetition": repetition}]
-
 
     def measure_memory(self, point: dict, repetition: int) -> list[dict]:
         """Return both arms' records of kind "memory"; on a CPU from a process of the point's own (`for_memory`)."""
@@ -206,18 +201,6 @@ class _ChildSession:
             refused = "refused" if isinstance(error, ValueError) else "failed"
             status = "out_of_memory" if is_out_of_memory(error) else refused
             return {"error": f"{type(error).__name__}: {error}", "status": status}
-
-    def _facts(self, attention: str) -> dict:
-        import torch
-        import transformers
-
-        from kvlab import weights
-        from kvlab.measure.memory import parameter_bytes
-
-        model = self._loaded(attention)
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        known = weights.facts(self._source) | {"dtype": self._dtype, "parameter_bytes": parameter_bytes(model)}
-        return {"facts": known | versions | {"threads": torch.get_num_threads()}}
 
     def _measure_pair(self, point: dict, entropy: list[int]) -> dict:
         return self._measured("measure_pair", point, entropy)
