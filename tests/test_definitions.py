@@ -19,6 +19,13 @@ def test_br06_four_tokens_per_chunk_are_forty_tokens_not_ten():
     r = record([0.1 * i for i in range(1, 11)], [4] * 10)
     assert d.output_tokens(r) == 40
     assert d.tpot_s(r) == pytest.approx(0.9 / 39)
+    assert d.tpot_after_first_chunk_s(r) == pytest.approx(0.9 / 36)
+    assert d.between_chunks_s(r)[1] == "chunks"
+
+
+def test_gaps_are_called_itl_only_where_every_chunk_is_one_counted_token():
+    assert d.between_chunks_s(record([1.0, 2.0]))[1] == "tokens"
+    assert d.between_chunks_s(record([1.0, 2.0], token_count_source="estimated"))[1] == "chunks"
 
 
 def test_br07_one_token_has_no_tpot_and_no_text_has_no_ttft():

@@ -39,10 +39,29 @@ def tpot_s(record: dict) -> float | None:
     return (last - first) / (tokens - 1)
 
 
+def tpot_after_first_chunk_s(record: dict) -> float | None:
+    """TPOT variant that leaves out all tokens of the first chunk; None unless every chunk's count is known."""
+    counts, first, last = record.get("chunk_tokens") or [], ttft_s(record), e2e_s(record)
+    if first is None or last is None or len(counts) < 2 or None in counts or sum(counts[1:]) == 0:
+        return None
+    return (last - first) / sum(counts[1:])
+
+
 def step_times_s(record: dict) -> list[float]:
     """Seconds of each decode step (the prefill, whose end is the TTFT, is not among them)."""
     times = record.get("arrival_times_s") or []
     return [later - earlier for earlier, later in zip(times, times[1:])]
+
+
+def between_chunks_s(record: dict) -> tuple[list[float], str]:
+    """Gaps between arrivals in seconds and what they lie between: "tokens" (ITL) or "chunks"."""
+    counts = record.get("chunk_tokens") or []
+    exact = (
+        bool(counts)
+        and all(count == 1 for count in counts)
+        and record.get("token_count_source") != "estimated"
+    )
+    return step_times_s(record), "tokens" if exact else "chunks"
 
 
 def paired_ratio(without_cache: float | None, with_cache: float | None) -> float | None:
