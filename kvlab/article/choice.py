@@ -96,15 +96,13 @@ class Picture:
             for height, (name, line) in zip((0.92, 0.82) * 2, self._lines.items()):
                 ax, colour = line["ax"], line["predicted"].get_color()
                 ax.text(0.03, height, drawing.label(name, language), transform=ax.transAxes, color=colour)
-            self._figure.set_layout_engine("none")
+            self._figure.set(layout_engine="none", dpi=DOTS_PER_INCH)
             axes[0].set_position((0.11, 0.18, 0.36, 0.62))
             axes[1].set_position((0.61, 0.18, 0.37, 0.62))
-            self._figure.set_dpi(DOTS_PER_INCH)
             self._canvas = FigureCanvasAgg(self._figure)
-            self._moving = [self._figure._suptitle]
-            for ax in axes:  # all but the x axis and the title, from back to front
-                parts = [ax.yaxis, *ax.lines, *ax.spines.values(), *ax.texts]
-                self._moving += sorted((p for p in parts if not p.get_animated()), key=lambda part: part.zorder)
+            parts = [part for ax in axes for part in (ax.yaxis, *ax.lines, *ax.spines.values(), *ax.texts)]
+            moving = [part for part in (self._figure._suptitle, *parts) if not part.get_animated()]
+            self._moving = sorted(moving, key=lambda part: part.zorder)  # from back to front
             for part in self._moving:
                 part.set_animated(True)
             self._canvas.draw()
@@ -113,16 +111,14 @@ class Picture:
 
     def _line(self, ax, name: str, colour: str, unit: str) -> dict:
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set(yscale="log", xlabel=drawing.label("context_length", self._language))
         ax.set_xlim(self._lengths[0] / 1.2, self._lengths[-1] * 1.2)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         ax.yaxis.set_major_formatter(lambda value, _: prose.friendly(value, unit, self._language))
         ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_tick_params(which="minor", labelleft=False)  # nothing to measure at each of them
         ax.yaxis.set_label_coords(0, 0)  # there is none to place
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlabel(drawing.label("context_length", self._language))
         (predicted,) = ax.plot([1, 2], [1, 2], linestyle="--", color=colour)
         (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour, animated=True)
         (measured,) = ax.plot([], [], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
