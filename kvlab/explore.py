@@ -34,7 +34,7 @@ class Explorer:
         self._source = models.resolve(self._parameters.model, self._parameters.model_revision)
         self._models = {self._source.name: cost.architecture(models.outline(self._source).config)}
         self._models |= cost.known_models()
-        self._machines, self._picture = machines, choice.Picture(self._language)
+        self._machines, self._picture = machines, choice.Picture(self._language, self._lengths())
         self._stop, self._worker = threading.Event(), None
         self._controls = self._make_controls()
         self._numbers, self._said = ipywidgets.HTML(), ipywidgets.HTML()
@@ -66,7 +66,7 @@ class Explorer:
         try:
             chosen = self.chosen()
             self._numbers.value = choice.table(chosen, self._language)
-            self._chart.value = self._picture.draw(chosen, self._lengths(), self._on_chart())
+            self._chart.value = self._picture.draw(chosen, self._on_chart())
         except ValueError as error:  # such as a precision whose speed this machine's records do not hold
             self._say("failed", reason=str(error))
 

@@ -82,49 +82,53 @@ def curve_point(choice: Choice, context: int) -> dict[str, float]:
 
 
 class Picture:
-    """TPOT and speed-ups over context length; made once, so that a move costs a redraw and no new layout."""
+    """TPOT and speed-ups over context length; what stands still is drawn once, a move draws the rest on top of it."""
 
-    def __init__(self, language: str) -> None:
-        self._language = language
+    def __init__(self, language: str, lengths: list[int]) -> None:
+        self._language, self._lengths = language, lengths
         names = [drawing.label(name, language) for name in ("tpot", "speedup_axis")]
         drawing.font_path()
         with matplotlib.style.context(drawing.STYLE):
             self._figure, axes = drawing.panels(language, "choice", names, height=3.4, sharey=False, machine="")
-            self._tpot, self._gain = axes
-            arms, gains = ("cache", "no_cache"), ("tpot_speedup", "total_speedup")
-            self._lines = {name: self._line(self._tpot, name, COLOUR[name], "s") for name in arms}
-            colours = dict(zip(gains, (COLOUR["vllm"], COLOUR["sdpa"])))
-            self._lines |= {name: self._line(self._gain, name, colours[name], "x") for name in gains}
-            for ax, names in ((self._tpot, arms), (self._gain, gains)):
-                for height, name in zip((0.92, 0.82), names):
-                    colour, text = self._lines[name]["predicted"].get_color(), drawing.label(name, language)
-                    ax.text(0.03, height, text, transform=ax.transAxes, color=colour)
-            self._figure.set_layout_engine("none")
-            self._tpot.set_position((0.11, 0.18, 0.36, 0.62))
-            self._gain.set_position((0.61, 0.18, 0.37, 0.62))
-            self._figure.set_dpi(DOTS_PER_INCH)
+            self._lines = {name: self._line(axes[0], name, COLOUR[name], "s") for name in ("cache", "no_cache")}
+            gains = {"tpot_speedup": COLOUR["vllm"], "total_speedup": COLOUR["sdpa"]}
+            self._lines |= {name: self._line(axes[1], name, colour, "x") for name, colour in gains.items()}
+            for height, (name, line) in zip((0.92, 0.82) * 2, self._lines.items()):
+                ax, colour = line["ax"], line["predicted"].get_color()
+                ax.text(0.03, height, drawing.label(name, language), transform=ax.transAxes, color=colour)
+            self._figure.set(layout_engine="none", dpi=DOTS_PER_INCH)
+            axes[0].set_position((0.11, 0.18, 0.36, 0.62))
+            axes[1].set_position((0.61, 0.18, 0.37, 0.62))
             self._canvas = FigureCanvasAgg(self._figure)
+            parts = [part for ax in axes for part in (ax.yaxis, *ax.lines, *ax.spines.values(), *ax.texts)]
+            moving = [part for part in (self._figure._suptitle, *parts) if not part.get_animated()]
+            self._moving = sorted(moving, key=lambda part: part.zorder)  # from back to front
+            for part in self._moving:
+                part.set_animated(True)
+            self._canvas.draw()
+        self._still = self._canvas.copy_from_bbox(self._figure.bbox)
         self._drawn = None  # what the lines were drawn for, and the picture of them without the chosen point
 
     def _line(self, ax, name: str, colour: str, unit: str) -> dict:
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set(yscale="log", xlabel=drawing.label("context_length", self._language))
+        ax.set_xlim(self._lengths[0] / 1.2, self._lengths[-1] * 1.2)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         ax.yaxis.set_major_formatter(lambda value, _: prose.friendly(value, unit, self._language))
         ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_label_coords(0, 0)  # there is none to place
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlabel(drawing.label("context_length", self._language))
         (predicted,) = ax.plot([1, 2], [1, 2], linestyle="--", color=colour)
         (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour, animated=True)
-        (measured,) = ax.plot([1], [1], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
+        (measured,) = ax.plot([], [], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
         return {"predicted": predicted, "chosen": chosen, "measured": measured, "ax": ax}
 
-    def draw(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None = None) -> bytes:
+    def draw(self, choice: Choice, measured: pd.DataFrame) -> bytes:
         """The picture as PNG; `measured` has columns context_length, use_cache and tpot_s."""
-        key = (choice.machine, replace(choice.case, context=1), *lengths, 0 if measured is None else len(measured))
+        key = (choice.machine, replace(choice.case, context=1), len(measured))
         if self._drawn is None or self._drawn[0] != key:
-            self._draw_lines(choice, lengths, measured)
+            self._draw_lines(choice, measured)
             self._drawn = (key, self._canvas.copy_from_bbox(self._figure.bbox))
         self._canvas.restore_region(self._drawn[1])
         here = curve_point(choice, choice.case.context)
@@ -135,23 +139,19 @@ class Picture:
         Image.fromarray(np.asarray(self._canvas.buffer_rgba())).save(picture, "PNG", compress_level=1)
         return picture.getvalue()
 
-    def _draw_lines(self, choice: Choice, lengths: list[int], measured: pd.DataFrame | None) -> None:
+    def _draw_lines(self, choice: Choice, measured: pd.DataFrame) -> None:
         title = prose.plain("charts.choice.title", self._language, machine=choice.machine.name)
         self._figure.suptitle(title, x=0.012, ha="left")
-        points = {n: curve_point(choice, n) for n in lengths}
+        points = {n: curve_point(choice, n) for n in self._lengths}
         for name, line in self._lines.items():
-            line["predicted"].set_data(lengths, [points[n][name] for n in lengths])
-            line["measured"].set_data(*self._measured(name, measured))
-        for ax in (self._tpot, self._gain):
-            heights = [y for line in self._lines.values() if line["ax"] is ax for y in line["predicted"].get_ydata()]
-            heights += [y for line in self._lines.values() if line["ax"] is ax for y in line["measured"].get_ydata()]
-            ax.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
+            line["predicted"].set_data(self._lengths, [points[n][name] for n in self._lengths])
+        for use_cache, name in ARMS:
+            here = measured["use_cache"] == use_cache
+            self._lines[name]["measured"].set_data(measured["context_length"][here], measured["tpot_s"][here])
+        for ax in self._figure.axes:
+            heights = [y for line in ax.lines if line in self._moving for y in line.get_ydata()]
             ax.set_ylim(min(heights) / 1.4, max(heights) * 1.4)
+        self._canvas.restore_region(self._still)
         with matplotlib.style.context(drawing.STYLE):
-            self._canvas.draw()
-
-    def _measured(self, name: str, measured: pd.DataFrame | None) -> tuple[list, list]:
-        if measured is None or name not in ("cache", "no_cache"):
-            return [], []
-        rows = measured[measured["use_cache"] == (name == "cache")]
-        return list(rows["context_length"]), list(rows["tpot_s"])
+            for part in self._moving:
+                part.draw(self._canvas.get_renderer())
