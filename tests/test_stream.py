@@ -152,6 +152,24 @@ def test_a_running_usage_that_does_not_count_is_not_believed(running):
     assert answer.output_tokens == 2
 
 
+def test_a_total_of_zero_beside_text_is_an_estimate_and_beside_silence_the_truth():
+    answer = parse((10, text("a")), (20, text("b", "length")), *closing(0, 30, choices=[]))
+    assert (answer.output_tokens, answer.token_count_source) == (2, "estimated")
+    silent = parse((10, text("", "stop")), *closing(0, 30, choices=[]))
+    assert (silent.output_tokens, silent.token_count_source) == (0, "usage")
+
+
+def test_the_prompt_is_counted_though_only_the_first_usage_tells_it():
+    later = {"usage": {"completion_tokens": 2}}
+    assert parse((10, text("a", **usage(1))), (20, text("b", "length", **later))).prompt_tokens == 8
+
+
+@pytest.mark.parametrize(("sent", "why"), [(b"", "before an answer"), (b"HTTP/1.1 200 OK\r\n", "within the headers")])
+def test_a_connection_that_closes_early_says_how_far_it_came(sent, why):
+    answer = stream.parse([(0.0, sent)])
+    assert (answer.error, why in answer.detail) == ("connection", True)
+
+
 def test_role_only_and_empty_deltas_are_no_token_and_tool_calls_are():
     call = {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}
     answer = parse(
