@@ -383,9 +383,14 @@ def test_set_reaches_the_command_as_one_argument_as_it_was_typed(asked, make_rep
     assert make_report(f"SET={typed}") == ["-m", "kvlab", "report", "--profile", "cpu", "--set", asked]
 
 
-@pytest.mark.parametrize("profile, stack", [("a10", "a10"), ("cpu", "cpu"), ("smoke", "cpu"), ("a01", "cpu")])
+@pytest.mark.parametrize("profile, stack", [("a10", "a10"), ("cpu", "cpu"), ("smoke", "cpu")])
 def test_each_profile_gets_the_stack_that_it_needs_without_being_asked(profile, stack):
     assert setup_environment.stack_of(profile) == stack
+
+
+def test_a_profile_that_is_none_is_refused_before_anything_is_set_up():
+    with pytest.raises(setup_environment.SetupError, match="did you mean 'a10'"):
+        setup_environment.stack_of("a01")
 
 
 def test_without_set_nothing_is_overridden(make_report):

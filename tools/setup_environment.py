@@ -297,14 +297,14 @@ def notices(library_found, compiler_found):
 
 
 def stack_of(profile):
-    """Returns the stack that a profile runs on; an unknown profile is told later, by the command that reads it."""
+    """Returns the stack that a profile runs on; raises SetupError, before minutes are spent, for one that is none."""
     sys.path.insert(0, str(ROOT))
     from kvlab import doctor  # the standard library alone
 
     try:
         return doctor.profile_values(doctor.chosen(profile)).stack
-    except doctor.Finding:
-        return "cpu"
+    except doctor.Finding as finding:
+        raise SetupError(str(finding)) from None
 
 
 def interpreter(stack):
@@ -324,8 +324,8 @@ def main():
     locks = [*sorted(FOLDERS), "auto"]
     parser.add_argument("--lock", choices=locks, default="cpu", help="which lock to install; auto: as $PROFILE needs")
     asked = parser.parse_args().lock
-    stack = stack_of(os.environ.get("PROFILE", "cpu")) if asked == "auto" else asked
     try:
+        stack = stack_of(os.environ.get("PROFILE", "cpu")) if asked == "auto" else asked
         python = interpreter(stack)
     except SetupError as problem:
         say(problem)
