@@ -23,8 +23,11 @@ def ours(base_url, round_number, vocab_size):
     """(median TTFT, median TPOT) in seconds."""
     point = {"loop": "closed", "concurrency": STREAMS, "output_tokens": OUTPUT_TOKENS}
     ids = [prompts.token_ids(PROMPT_TOKENS, round_number, i, vocab_size) for i in range(STREAMS + REQUESTS)]
-    records = client.run_point(base_url, "m", point, ids, round_number, stagger_s=0.0)
+    token = server.TOKEN_VARIABLE
+    records = client.run_point(base_url, "m", point, ids, round_number, stagger_s=0.0, token_variable=token)
     measured = [record for record in records if record.get("phase") == "measured"]
+    if failed := [record["reason"] for record in measured if record["status"] != "ok"]:
+        raise SystemExit(f"{len(failed)} requests failed: {failed[0]}, {measured[0]['detail']}")
     return tuple(statistics.median(map(of, measured)) for of in (definitions.ttft_s, definitions.tpot_s))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab import paths
+from kvlab.measure import server
 
 VLLM = (
     "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
@@ -55,6 +56,7 @@ def run(name, load, folder):
     folder.mkdir(parents=True, exist_ok=True)
     command = {"vllm": vllm_command, "aiperf": aiperf_command, "guidellm": guidellm_command}[name](load, folder)
     variables = os.environ | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables["OPENAI_API_KEY"] = os.environ.get(server.TOKEN_VARIABLE, "")  # where they look for a server's token
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=variables)
         _, status, usage = os.wait4(process.pid, 0)
