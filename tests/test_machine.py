@@ -67,7 +67,7 @@ def test_ceilings_come_out_of_a_worker_without_a_model(run):  # noqa: F811
 def small_slice():
     """The slice's architecture at a size for tests, filled in the same quick way."""
     settings = weights.config(models.resolve("slice:qwen2.5-7b/2"))
-    for name, value in (models.THIN | {"vocab_size": 512}).items():
+    for name, value in (models.OWN["thin"] | {"vocab_size": 512}).items():
         setattr(settings, name, value)
     wanted = {"attn_implementation": "sdpa", **weights._dtype_keyword("float32")}
     return weights._quickly_filled(settings, wanted, "float32", "cpu").eval()
@@ -117,7 +117,7 @@ def test_a_thin_model_keeps_the_layers_and_loses_the_work(tmp_path):
     thin = weights.load(models.resolve("thin:random:llama"), "float32")
     whole = weights.config(models.resolve("random:llama"))
     assert thin.config.num_hidden_layers == whole.num_hidden_layers
-    assert thin.config.hidden_size == models.THIN["hidden_size"] < whole.hidden_size
+    assert thin.config.hidden_size == models.OWN["thin"]["hidden_size"] < whole.hidden_size
     assert torch.isfinite(thin(torch.tensor([[1, 2]])).logits).all()
     with pytest.raises(ValueError, match="measured in Transformers only"):
         weights.served_folder(models.resolve("thin:random:llama"), "float32")

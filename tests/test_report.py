@@ -36,7 +36,7 @@ def smoke(tmp_path_factory):
 
 def left_behind():
     """vLLM and worker processes of this user that no test has stopped."""
-    names = ("vllm.entrypoints", "kvlab.measure.worker", "VLLM::")
+    names = ("vllm.entrypoints", "kvlab.measure.child", "VLLM::")
     return [p for p in psutil.process_iter(["cmdline"]) if any(n in " ".join(p.info["cmdline"] or []) for n in names)]
 
 

@@ -16,7 +16,8 @@ import pytest
 
 import kvlab
 from kvlab import models
-from kvlab.measure.worker import Worker, _ChildSession
+from kvlab.measure.child import Session
+from kvlab.measure.worker import Worker
 
 ROOT = str(Path(kvlab.__file__).parents[1])
 SLOW = {"context_length": 1500, "output_tokens": 500}  # minutes without cache
@@ -155,7 +156,7 @@ def test_a_killed_worker_is_a_failed_pair_and_the_next_process_draws_the_same_pr
 
 
 def test_a_model_that_cannot_be_measured_is_refused_in_words():
-    session = _ChildSession(asdict(models.resolve("random:mamba")), "float32", "cpu", threads=1)
+    session = Session(asdict(models.resolve("random:mamba")), "float32", "cpu", threads=1)
     answer = session.answer({"ask": "measure_pair", "point": point(), "entropy": [0]})
     assert answer["status"] == "refused" and "mamba has no KV cache" in answer["error"]
 

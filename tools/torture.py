@@ -34,7 +34,7 @@ VICTIMS = {  # kind -> what its command line holds
     "make": "make report",
     "report": "-m kvlab report",
     "kernel": "ipykernel_launcher",
-    "worker": "kvlab.measure.worker",
+    "worker": "kvlab.measure.child",
     "guard": "measure/guard.py",
     "server": "vllm.entrypoints",
     "engine": "VLLM::",

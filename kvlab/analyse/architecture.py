@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-KNOWN_MODELS = Path(__file__).parent / "known_models.yaml"
+FOLDER = Path(__file__).parent
+KNOWN_MODELS = FOLDER / "known_models.yaml"
 
 
 @dataclass(frozen=True)
@@ -72,36 +73,7 @@ class Family:
     tied: bool = False  # what an absent tie_word_embeddings means
 
 
-BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-GPT = Family(norm="layer", gated=False, **BIASED, rotary=False, fused_qkv=True, activation=8, tied=True)
-GEMMA = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "tied": True}
-LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
-FAMILIES = {
-    "llama": LLAMA, "granite": LLAMA, "smollm3": LLAMA,
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
-    "qwen2_moe": Family(qkv_bias=True),
-    "qwen3_moe": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
-    "mistral": Family(windowed=True),
-    "mixtral": Family(windowed=True),
-    "phi3": Family(fused_qkv=True, fused_gate=True, windowed=True),
-    "gemma": Family(**GEMMA),
-    "gemma2": Family(norms=4, windowed=True, **GEMMA),
-    "gemma3_text": Family(norms=4, qk_norm="head", windowed=True, **GEMMA),
-    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
-    "starcoder2": Family(norm="layer", gated=False, qkv_bias="use_bias", out_bias="use_bias",
-                         mlp_bias="use_bias", windowed=True, tied=True),
-    "stablelm": Family(norm="layer", qkv_bias="use_qkv_bias"),
-    "phi": Family(norm="layer", norms=1, gated=False, **BIASED, head_bias=True, activation=8),
-    "gpt_neox": Family(norm="layer", gated=False, qkv_bias="attention_bias", out_bias="attention_bias",
-                       mlp_bias=True, fused_qkv=True),
-    "gpt2": GPT, "gpt_bigcode": GPT,
-    "opt": Family(norm="layer", gated=False, **BIASED, rotary=False, tied=True),
-    "falcon": Family(norm="layer", norms=1, gated=False, qkv_bias="bias", out_bias="bias", mlp_bias="bias",
-                     fused_qkv=True, tied=True),
-    "deepseek_v2": Family(qkv_bias="attention_bias", out_bias="attention_bias"),
-    "deepseek_v3": Family(qkv_bias="attention_bias", out_bias="attention_bias"),
-}  # fmt: skip
+FAMILIES = {kind: Family(**how) for kind, how in yaml.safe_load((FOLDER / "families.yaml").read_text()).items()}
 NAMES = {
     "hidden": ("hidden_size", "n_embd"),
     "layers": ("num_hidden_layers", "n_layer"),

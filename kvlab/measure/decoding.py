@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy
@@ -61,7 +60,7 @@ def generate(
     last_logits = _last_logits_function(model)
     past = _new_cache(model, cache, len(ids), ids.shape[-1] + output_tokens) if use_cache else None
     watch = timing.Stopwatch(synchronize, device_events=device.type == "cuda")
-    notes: list[_StepNotes] = []
+    notes = []
     with torch.inference_mode(), _observed_inputs(model) as seen:
         step_ids = ids
         watch.start()  # the device is idle: the clock runs from the launch of the prefill forward
@@ -75,35 +74,25 @@ def generate(
             length = None if past is None else memory.cache_length(past)
             kept = None if fed is None else logits.cpu()
             entered = max(seen, default=step_ids.shape[-1])
-            notes.append(_StepNotes(entered, length, tokens, best, kept))
+            notes.append((entered, length, tokens, best, kept))
             seen.clear()
             following = choice[:, None] if fed is None else fed[:, step : step + 1]  # (batch, 1)
             step_ids = following if use_cache else torch.cat([step_ids, following], dim=-1)
-    return _generation(watch, notes, past, fed is not None)
+    return _generation(watch, notes, past)
 
 
-class _StepNotes(NamedTuple):
-    input_length: int
-    cache_length: int | None
-    tokens: list[int]  # (batch,)
-    best: torch.Tensor  # (batch, 2): the two largest logits
-    logits: torch.Tensor | None  # (batch, vocabulary)
-
-
-def _generation(
-    watch: timing.Stopwatch, notes: list[_StepNotes], past: object, fed_sequence: bool
-) -> Generation:
-    single = len(notes[0].tokens) == 1
+def _generation(watch: timing.Stopwatch, notes: list[tuple], past: object) -> Generation:
+    entered, lengths, tokens, best, logits = map(list, zip(*notes))
     return Generation(
         arrival_times_s=watch.times_s,
         device_times_s=watch.device_times_s(),
-        input_lengths=[step.input_length for step in notes],
-        cache_lengths=[step.cache_length for step in notes],
-        token_ids=[step.tokens[0] if single else step.tokens for step in notes],
-        top2_margins=[float((step.best[:, 0] - step.best[:, 1]).min()) for step in notes],
-        fed_sequence=fed_sequence,
+        input_lengths=entered,
+        cache_lengths=lengths,
+        token_ids=tokens if len(tokens[0]) > 1 else [step[0] for step in tokens],
+        top2_margins=[float((step[:, 0] - step[:, 1]).min()) for step in best],
+        fed_sequence=logits[0] is not None,
         kv_cache_bytes=None if past is None else memory.kv_cache_bytes(past),
-        logits=[step.logits for step in notes if step.logits is not None],
+        logits=[step for step in logits if step is not None],
     )
 
 
@@ -186,11 +175,6 @@ def measure_generation(model: torch.nn.Module, point: dict, rng: numpy.random.Ge
     warmup_forwards = _warm_up(model, point, inputs)
     raw, _ = _measure_arm(model, point, True, inputs)
     return {"kind": "generation", "point": point, "use_cache": True, "warmup_forwards": warmup_forwards, **raw}
-
-
-def measure_memory(model: torch.nn.Module, point: dict, rng: numpy.random.Generator) -> list[dict]:
-    """Run the point like a pair, for its memory alone: its times are those of a process that gives memory back."""
-    return [{**record, "kind": "memory"} for record in measure_pair(model, point, rng)]
 
 
 def _measure_arms(

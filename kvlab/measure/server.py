@@ -14,6 +14,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import yaml
+
 from kvlab.measure import guard, metrics, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -24,28 +26,7 @@ REPORT_INTERVAL_S = 10.0
 GPU_MEMORY_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 12
 TOKEN_VARIABLE = "KVLAB_SERVER_TOKEN"  # where this process keeps the token of the server it started
-
-KV_FITS = "the KV cache holds no context of {0} tokens; {1} fit: set max_model_len to {1} or give it more"
-# kind of failure, what the log says, the sentence for the user ({0}, {1}: what the pattern caught)
-FAILURES = (
-    ("kv_cache_too_small", r"max seq len \((\d+)\)(?s:.{,400}?)maximum model length is (\d+)", KV_FITS),
-    ("kv_cache_too_small", r"max seq len \((\d+)\) is larger than the maximum number .*?\((\d+)\)", KV_FITS),
-    ("kv_cache_too_small", r"max seq len \((\d+)\).* larger than the available KV cache",
-     "the KV cache holds no context of {0} tokens, and none at all: give it more (kv_cache_space_gib)"),
-    ("context_too_long", r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\D*(\d+)",
-     "a context of {0} tokens was asked for, but the model has {1} positions: lower it to {1}"),
-    ("port_taken", r"[Aa]ddress already in use", "the port was taken during the start: start again"),
-    ("out_of_memory", r"Available memory on node|No available memory for the cache|out of memory|MemoryError"
-     r"|Free memory on device|can't allocate memory|Cannot allocate memory",
-     "the weights and the KV cache need more memory than is free: shrink the KV cache or free some"),
-    ("library_missing", r"(lib\w+\.so[.\d]*): cannot open shared object file",
-     "{0} is missing on this machine (libnuma.so.1: apt-get install libnuma1)"),
-    ("compiler_missing", r"InvalidCxxCompiler|No working C\+\+ compiler",
-     "the compiled mode needs a C++ compiler: install g++ or set enforce_eager"),
-    ("weights_missing", r"Cannot find any model weights|does not appear to have a file named",
-     "the model folder holds no weights that vLLM can load"),
-    ("arguments", r"error: (unrecognized arguments: .*|argument .*)", "this vLLM refuses its options: {0}"),
-)  # fmt: skip
+FAILURES = yaml.safe_load((Path(__file__).parent / "failures.yaml").read_text())
 
 
 class ServerError(RuntimeError):
@@ -290,9 +271,9 @@ class VllmServer:
 
     def _failure(self, kind, sentence):
         """The ServerError of a start that failed; of an exit, the log may tell more than that it happened."""
-        for known, pattern, advice in FAILURES if kind == "exited" else ():
-            if match := re.search(pattern, self._log()):
-                return ServerError(known, advice.format(*match.groups()), self._log_tail())
+        for known in FAILURES if kind == "exited" else ():
+            if match := re.search(known["log"], self._log()):
+                return ServerError(known["kind"], known["say"].format(*match.groups()), self._log_tail())
         return ServerError(kind, sentence, self._log_tail())
 
     def _log(self):

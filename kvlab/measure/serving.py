@@ -83,7 +83,7 @@ def about_server(p: SimpleNamespace, record: dict, server) -> dict:
         return {"server": server.facts()}
     from kvlab import weights
 
-    files = weights.short_hashes(models.resolve(p.model, p.model_revision))
+    files = weights.file_hashes(models.resolve(p.model, p.model_revision))
     return {"server": server.facts(), "model_files": files}
 
 

@@ -1,15 +1,12 @@
 """A child process that holds the model: its memory and threads are its own, and it dies with its parent."""
 
-import gc
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 import zlib
 from dataclasses import asdict
@@ -36,14 +33,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        model_source: ModelSource | None,
-        dtype: str,
-        device: str,
-        threads: int,
-        seed: int = 0,
+        self, model_source: ModelSource | None, dtype: str, device: str, threads: int, seed: int = 0,
         for_memory: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         threads = 1 if for_memory else threads  # a point's own process starts its threads itself
         source = model_source and asdict(model_source)
         self._setup = {"source": source, "dtype": dtype, "device": device, "threads": threads}
@@ -63,13 +55,9 @@ class Worker:
         return self._child.pid if self._child and self._child.poll() is None else None
 
     def measure_pair(
-        self,
-        point: dict,
-        repetition: int,
-        control: bool = False,
-        negative_control: bool = False,
+        self, point: dict, repetition: int, control: bool = False, negative_control: bool = False,
         ask: str = "measure_pair",
-    ) -> list[dict]:
+    ) -> list[dict]:  # fmt: skip
         """Return both arms' raw records; prompt and order follow from seed, point and repetition."""
         entropy = self._entropy(point, repetition)
         ask = "measure_negative_control" if negative_control else ask
@@ -96,7 +84,7 @@ class Worker:
         answer = self._ask(request)
         kind = request["ask"].removeprefix("measure_")
         lost = {"kind": kind, "point": request["point"], "status": answer.get("status"), "reason": answer.get("error")}
-        return [(answer.get("record") or lost) | {"repetition": repetition}]
+        return [record | {"repetition": repetition} for record in answer.get("records") or [lost]]
 
     def measure_memory(self, point: dict, repetition: int) -> list[dict]:
         """Return both arms' records of kind "memory"; on a CPU from a process of the point's own (`for_memory`)."""
@@ -144,7 +132,7 @@ class Worker:
         self._errors = tempfile.TemporaryFile()
         self._killed_before = _out_of_memory_kills()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvlab.measure.worker", json.dumps(self._setup)],
+            [sys.executable, "-m", "kvlab.measure.child", json.dumps(self._setup)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env=environment, start_new_session=True)  # fmt: skip  # Ctrl-C reaches the parent alone
 
@@ -178,112 +166,3 @@ def _failed_pair(point: dict, answer: dict, negative_control: bool) -> list[dict
               "negative_control": negative_control, "status": answer["status"],
               "reason": answer["error"]}  # fmt: skip
     return [{**shared, "use_cache": use_cache} for use_cache in (True, False)]
-
-
-class _ChildSession:
-    """The child's side: one model at a time, its attention kernel changed in place where that works."""
-
-    def __init__(self, source: dict | None, dtype: str, device: str, threads: int) -> None:
-        import torch
-
-        torch.set_num_threads(threads)
-        self._source, self._dtype, self._device = source and ModelSource(**source), dtype, device
-        self._model, self._attention = None, None
-        self._process = uuid.uuid4().hex  # tells a record's process apart from others
-
-    def answer(self, request: dict) -> dict:
-        """Answer one request; whatever goes wrong here is this request's failure and no other's."""
-        from kvlab.measure.decoding import is_out_of_memory
-
-        try:
-            return getattr(self, f"_{request.pop('ask')}")(**request)
-        except Exception as error:  # the process's border: the parent makes a record of it
-            refused = "refused" if isinstance(error, ValueError) else "failed"
-            status = "out_of_memory" if is_out_of_memory(error) else refused
-            return {"error": f"{type(error).__name__}: {error}", "status": status}
-
-    def _measure_pair(self, point: dict, entropy: list[int]) -> dict:
-        return self._measured("measure_pair", point, entropy)
-
-    def _measure_negative_control(self, point: dict, entropy: list[int]) -> dict:
-        return self._measured("measure_negative_control", point, entropy)
-
-    def _measure_memory(self, point: dict, entropy: list[int]) -> dict:
-        from kvlab.measure import memory
-
-        self._loaded(point["attention"])
-        here = {"ask": "measure_memory_here", "point": point, "entropy": entropy}
-        if self._device != "cpu" or sys.platform != "linux":
-            return self.answer(here)
-        return memory.in_a_fork(lambda: self.answer(here))
-
-    def _measure_memory_here(self, point: dict, entropy: list[int]) -> dict:
-        import torch
-
-        torch.set_num_threads(point["threads"])
-        return self._measured("measure_memory", point, entropy)
-
-    def _measured(self, primitive: str, point: dict, entropy: list[int]) -> dict:
-        import numpy
-
-        from kvlab import weights
-        from kvlab.measure import decoding
-
-        model = self._loaded(point["attention"])
-        records = getattr(decoding, primitive)(model, point, numpy.random.default_rng(entropy))
-        known = {"process": self._process, "model_files": weights.short_hashes(self._source)} | self._stored
-        return {"records": [record | known for record in records]}
-
-    def _measure_generation(self, point: dict, entropy: list[int]) -> dict:
-        import numpy
-
-        from kvlab import weights
-        from kvlab.measure import decoding
-
-        with weights.first_layers(self._loaded(point["attention"]), point.get("layers")) as model:
-            record = decoding.measure_generation(model, point, numpy.random.default_rng(entropy))
-        return {"record": record | {"process": self._process}}
-
-    def _measure_ceiling(self, point: dict) -> dict:
-        from kvlab.measure import machine
-
-        vocabulary = models.outline(self._source).vocab_size if self._source else None
-        return {"record": machine.measure(point, vocabulary) | {"process": self._process}}
-
-    def _loaded(self, attention: str) -> object:
-        from kvlab import weights
-
-        if self._model is None or (attention != self._attention and not self._switched(attention)):
-            self._model = None  # two copies of the weights may not fit
-            self._model = weights.load(self._source, self._dtype, self._device, attention)
-            self._stored = weights.stored(self._source)
-            gc.freeze()  # what is there now stays: collecting garbage in the middle of a step stays cheap
-        self._attention = attention
-        return self._model
-
-    def _switched(self, attention: str) -> bool:
-        from kvlab import weights
-
-        return weights.switch_attention(self._model, attention)
-
-
-def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    requests: queue.Queue = queue.Queue()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
-    session = _ChildSession(**json.loads(sys.argv[1]))
-    while True:
-        answers.write(json.dumps(session.answer(requests.get())) + "\n")
-        answers.flush()
-
-
-def _read_requests(requests: queue.Queue) -> None:
-    """Pass requests on; when the pipe closes, the parent is gone, however it died, and so are we."""
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()
