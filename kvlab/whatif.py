@@ -10,12 +10,12 @@ from kvlab.analyse import calibrate, cost, predict, published, summary
 from kvlab.analyse.predict import Case, Machine, Prediction
 from kvlab.article import prose
 
-UNITS = {"ttft_s": "s", "tpot_s": "s", "tpot_no_cache_s": "s", "total_s": "s", "tpot_speedup": "x",
-         "total_speedup": "x", "throughput_tokens_per_s": "rate"}  # fmt: skip
-NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "tpot_no_cache_s": "TPOT without KV cache", "total_s": "total time",
-         "tpot_speedup": "TPOT speed-up", "total_speedup": "total speed-up",
-         "throughput_tokens_per_s": "throughput"}  # fmt: skip
-ALONE = tuple(name for name in UNITS if name != "throughput_tokens_per_s")
+QUANTITIES = {  # printed name and unit
+    "ttft_s": ("TTFT", "s"), "tpot_s": ("TPOT", "s"), "tpot_no_cache_s": ("TPOT without KV cache", "s"),
+    "total_s": ("total time", "s"), "tpot_speedup": ("TPOT speed-up", "x"), "total_speedup": ("total speed-up", "x"),
+    "throughput_tokens_per_s": ("throughput", "rate"),
+}  # fmt: skip
+ALONE = tuple(QUANTITIES)[:-1]
 SERVED = ("ttft_s", "tpot_s", "throughput_tokens_per_s")
 RESERVE = 0.1  # of the memory: activations and the engine's own
 
@@ -114,9 +114,9 @@ def _residuals(known: calibrate.Calibration) -> str:
 def _table(title: str, known: calibrate.Calibration, case: Case, quantities: Iterable[str]) -> Iterable[str]:
     yield f"{title:<28}{'predicted':>16}   {'interval':<36}regime"
     for quantity in quantities:
-        found, unit = known.predict(case, quantity), UNITS[quantity]
+        found, (name, unit) = known.predict(case, quantity), QUANTITIES[quantity]
         value = prose.friendly(found.value, unit)
-        yield f"  {NAMES[quantity]:<26}{value:>16}   {_interval(found, unit):<36}{found.regime}"
+        yield f"  {name:<26}{value:>16}   {_interval(found, unit):<36}{found.regime}"
     yield ""
 
 

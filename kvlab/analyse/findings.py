@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from kvlab.analyse.summary import Estimate, interval, measured
+from kvlab.analyse.summary import Estimate, arm, headline, interval, measured
 
-CONTROL_LOW, CONTROL_HIGH = (
-    0.9,
-    1.1,
-)  # TTFT of both arms is the same forward pass: its paired ratio must lie inside
+CONTROL_LOW, CONTROL_HIGH = 0.9, 1.1  # TTFT of both arms is the same forward pass: its paired ratio must lie inside
 
 
 @dataclass(frozen=True)
@@ -22,12 +19,6 @@ class Answer:
     verdict: str
     effect: Estimate
     numbers: dict = field(default_factory=dict)
-
-
-def headline(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of one attention kernel: SDPA where measured, since eager attention flatters the cache."""
-    kernels = sorted(frame["attention"].unique())
-    return frame[frame["attention"] == kernels[-1]] if kernels else frame
 
 
 def proven(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -60,9 +51,7 @@ def growth(pairs: pd.DataFrame) -> Answer:
     """Q2: the speed-up of TPOT is larger at the longest length than at the shortest, repetition by repetition."""
     rows = headline(proven(pairs))
     shortest, longest = rows["context_length"].min(), rows["context_length"].max()
-    table = rows.pivot_table(
-        index="repetition", columns="context_length", values="tpot_speedup", aggfunc="median"
-    )
+    table = rows.pivot_table(index="repetition", columns="context_length", values="tpot_speedup", aggfunc="median")
     gain = interval(table[longest] / table[shortest] if shortest < longest else [])
     numbers = {
         "shortest": shortest,
@@ -75,7 +64,7 @@ def growth(pairs: pd.DataFrame) -> Answer:
 
 
 def verdict(holds: bool, fails: bool, *evidence: Estimate) -> str:
-    """"supported" or "not_supported" where the whole intervals say so, "undecided" where they allow both.
+    """ "supported" or "not_supported" where the whole intervals say so, "undecided" where they allow both.
 
     "no_verdict" where any estimate rests on fewer than six values.
     """
@@ -95,22 +84,11 @@ def break_even(pairs: pd.DataFrame) -> tuple[int | None, bool]:
 def local_slopes(generations: pd.DataFrame) -> pd.DataFrame:
     """Exponent of TPOT over length between neighbouring lengths, per kernel and arm (0 flat, 1 linear)."""
     by = ["attention", "use_cache", "context_length"]
-    medians = measured(generations).groupby(by)["tpot_s"].median().reset_index()
-    rows = []
-    for (attention, use_cache), group in medians.groupby(["attention", "use_cache"]):
-        lengths, times = group["context_length"].to_numpy(float), group["tpot_s"].to_numpy(float)
-        slopes = np.diff(np.log(times)) / np.diff(np.log(lengths))
-        rows += [
-            {
-                "attention": attention,
-                "use_cache": use_cache,
-                "shorter": int(a),
-                "longer": int(b),
-                "slope": float(slope),
-            }
-            for a, b, slope in zip(lengths, lengths[1:], slopes)
-        ]
-    return pd.DataFrame(rows, columns=["attention", "use_cache", "shorter", "longer", "slope"])
+    table = measured(generations).groupby(by)["tpot_s"].median().reset_index(name="slope")
+    table = table.rename(columns={"context_length": "shorter"})
+    logs = np.log(table[["slope", "shorter"]].astype(float)).groupby([table[name] for name in by[:2]]).diff(-1)
+    table["longer"] = table.groupby(by[:2])["shorter"].shift(-1)
+    return table.assign(slope=logs["slope"] / logs["shorter"]).dropna(subset=["longer"])
 
 
 def refusals(pairs: pd.DataFrame) -> list[tuple[str, int]]:
@@ -128,11 +106,8 @@ def unstable(generations: pd.DataFrame) -> list[tuple[dict, Estimate]]:
 
 def drift(generations: pd.DataFrame) -> Estimate:
     """Last control over first, process by process (TPOT with cache): 1 when the machine held still."""
-    control = generations[
-        generations["control"].astype(bool)
-        & generations["use_cache"].astype(bool)
-        & (generations["status"] == "ok")
-    ]
+    rows = arm(generations, True)
+    control = rows[rows["control"].astype(bool) & (rows["status"] == "ok")]
     ratios = [
         group["tpot_s"].iloc[-1] / group["tpot_s"].iloc[0]
         for _, group in control.groupby("process")

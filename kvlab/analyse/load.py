@@ -9,19 +9,7 @@ from kvlab.analyse import definitions as d
 DRIVER_WINDOW_S = 1.0  # NVML's utilisation is a mean over up to the last second: shorter windows have none of their own
 OTHERS_LIMIT = 0.10  # share of the CPUs used by others from which a window counts as disturbed
 STEAL_LIMIT = 0.02  # share taken by the hypervisor
-SLOWED = {  # bits of NVML's reasons that mean "slower than it could be"
-    "power_cap": 0x4,
-    "hardware": 0x8,
-    "thermal": 0x20 | 0x40,
-    "power_brake": 0x80,
-}
-COLUMNS = [
-    "kind", "use_cache", "attention", "context_length", "concurrency", "window_s", "samples", "interval_s",
-    "own_share", "others_share", "steal_share", "cpu_frequency_hz", "resident_set_bytes",
-    "utilisation", "power_w", "energy_per_token_j", "sm_clock_hz", "temperature_c",
-    "card_memory_before_bytes", "card_memory_bytes", "card_memory_rise_bytes", "own_memory_bytes",
-    "allocated_bytes", "reserved_bytes", "marks", "trouble",
-]  # fmt: skip
+SLOWED = {"power_cap": 0x4, "hardware": 0x8, "thermal": 0x20 | 0x40, "power_brake": 0x80}  # bits of NVML's reasons
 
 
 def windows(records: list[dict]) -> pd.DataFrame:
@@ -33,7 +21,7 @@ def windows(records: list[dict]) -> pd.DataFrame:
         for r in records
         if r.get("telemetry") and r["status"] == d.OK
     ]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows)
 
 
 def disturbed(record: dict) -> bool:
@@ -71,11 +59,11 @@ def _card(record: dict, at_s: list[float], columns: dict[str, list]) -> dict:
     energy_j = energy[-1] - energy[0] if len(energy) > 1 else None
     tokens = sum(record.get("chunk_tokens") or []) or (record.get("server_deltas") or {}).get("generation_tokens")
     long_enough = record["telemetry"]["window_s"] >= DRIVER_WINDOW_S
+    means = {name: time_mean(at_s, columns.get(name)) for name in ("utilisation", "power_w", "sm_clock_hz")}
     return {
-        "utilisation": time_mean(at_s, columns.get("utilisation")) if long_enough else None,
-        "power_w": time_mean(at_s, columns.get("power_w")),
+        **means,
+        "utilisation": means["utilisation"] if long_enough else None,
         "energy_per_token_j": energy_j / tokens if tokens and energy_j is not None else None,
-        "sm_clock_hz": time_mean(at_s, columns.get("sm_clock_hz")),
         "temperature_c": _highest(columns.get("temperature_c")),
         "card_memory_before_bytes": used[0] if used else None,
         "card_memory_bytes": _highest(used),
@@ -88,10 +76,8 @@ def _card(record: dict, at_s: list[float], columns: dict[str, list]) -> dict:
 
 def marks(found: dict, columns: dict[str, list]) -> tuple[str, ...]:
     """Why a window is not that of a quiet machine at full speed: slowed card, load by others, stolen time."""
-    reasons = 0
-    for mask in _known(columns.get("throttle_reasons")):
-        reasons |= int(mask)
-    slowed = [name for name, bits in SLOWED.items() if reasons & bits]
+    reasons = [int(mask) for mask in _known(columns.get("throttle_reasons"))]
+    slowed = [name for name, bits in SLOWED.items() if any(mask & bits for mask in reasons)]
     others = [] if (found["others_share"] or 0) <= OTHERS_LIMIT else ["others"]
     steal = [] if (found["steal_share"] or 0) <= STEAL_LIMIT else ["steal"]
     foreign = ["foreign"] if _highest(columns.get("other_processes")) else []

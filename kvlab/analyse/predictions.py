@@ -32,12 +32,8 @@ def machine(ceilings: pd.DataFrame, p: SimpleNamespace, name: str) -> Machine | 
 
 def figures(m: Machine, a: cost.Architecture, point: dict) -> dict[str, float]:
     """Seconds and bytes of one S1b point."""
-    names = {"context": "context_length", "output_tokens": "output_tokens", "batch": "batch_size"}
-    case = Case(
-        a,
-        **{name: point[key] for name, key in names.items()},
-        **{name: point[name] for name in ("dtype", "attention", "cache")},
-    )
+    size = {"context": point["context_length"], "output_tokens": point["output_tokens"], "batch": point["batch_size"]}
+    case = Case(a, **size, **{name: point[name] for name in ("dtype", "attention", "cache")})
     tokens = case.context + case.output_tokens - 1
     held = cost.kv_cache_bytes(a, tokens, case.dtype, case.batch)
     return {

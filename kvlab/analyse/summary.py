@@ -99,12 +99,28 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[keep]
 
 
+def arm(frame: pd.DataFrame, use_cache: bool) -> pd.DataFrame:
+    """Rows of S1b's arm with the cache, or of the one without."""
+    return frame[frame["use_cache"].astype(bool) == use_cache]
+
+
+def fair_kernel(frame: pd.DataFrame) -> str | None:
+    """SDPA where it was measured: eager attention flatters the cache at long contexts; None without rows."""
+    return max(frame["attention"].dropna(), default=None)  # the last in the alphabet
+
+
+def headline(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the fair attention kernel."""
+    return frame[frame["attention"] == fair_kernel(frame)]
+
+
 def swept(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows at the one context length that was run at the most concurrencies."""
     counts = frame.groupby("context_length")["concurrency"].nunique()
     return frame[frame["context_length"] == counts.idxmax()] if len(counts) else frame
 
 
+TIMES = {"ttft_s": d.ttft_s, "tpot_s": d.tpot_s, "e2e_s": d.e2e_s}
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
     "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
@@ -118,23 +134,15 @@ def generations(records: list[dict]) -> pd.DataFrame:
     rows = [
         {name: r.get(name) for name in GENERATION}
         | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
-        | {
-            "control": bool(r.get("control")),
-            "disturbed": load.disturbed(r),
-            "ttft_s": d.ttft_s(r),
-            "tpot_s": d.tpot_s(r),
-            "e2e_s": d.e2e_s(r),
-        }
+        | {"control": bool(r.get("control")), "disturbed": load.disturbed(r)}
+        | times_s(r)
         for r in of_kind(records, "generation")
     ]
-    return numeric(
-        pd.DataFrame(rows, columns=GENERATION),
-        "ttft_s",
-        "tpot_s",
-        "e2e_s",
-        "kv_cache_bytes",
-        "peak_memory_bytes",
-    )
+    return numeric(pd.DataFrame(rows, columns=GENERATION), *TIMES, "kv_cache_bytes", "peak_memory_bytes")
+
+
+def times_s(record: dict) -> dict[str, float | None]:
+    return {name: number(record) for name, number in TIMES.items()}
 
 
 def of_kind(records: list[dict], kind: str) -> list[dict]:
@@ -211,10 +219,8 @@ def first_difference(cached: dict, uncached: dict) -> tuple[int | None, float | 
     return next(different, (None, None))
 
 
-PAIR = [
-    *POINT, "repetition", "control", "pair", "refusal", "first_difference", "margin",
-    "ttft_ratio", "tpot_speedup", "total_speedup",
-]  # fmt: skip
+RATIOS = {"ttft_ratio": d.ttft_s, "tpot_speedup": d.tpot_s, "total_speedup": d.e2e_s}
+PAIR = [*POINT, "repetition", "control", "pair", "refusal", "first_difference", "margin", *RATIOS]
 
 
 def pairs(records: list[dict]) -> pd.DataFrame:
@@ -222,26 +228,12 @@ def pairs(records: list[dict]) -> pd.DataFrame:
     rows = []
     for cached, uncached in arms(records):
         why = refusal(cached, uncached)
-        ratios = {
-            name: None if why else d.paired_ratio(number(uncached), number(cached))
-            for name, number in (
-                ("ttft_ratio", d.ttft_s),
-                ("tpot_speedup", d.tpot_s),
-                ("total_speedup", d.e2e_s),
-            )
-        }
-        point = {name: cached["point"].get(name) for name in POINT}
-        rows.append(
-            point
-            | {
-                "repetition": cached["repetition"],
-                "control": bool(cached.get("control")),
-                "pair": cached["pair"],
-            }
-            | {"refusal": why}
-            | dict(zip(("first_difference", "margin"), first_difference(cached, uncached)))
-            | ratios
-        )
+        row = {name: cached["point"].get(name) for name in POINT}
+        row |= {"repetition": cached["repetition"], "control": bool(cached.get("control")), "pair": cached["pair"]}
+        row |= {"refusal": why} | dict(zip(("first_difference", "margin"), first_difference(cached, uncached)))
+        if not why:
+            row |= {name: d.paired_ratio(number(uncached), number(cached)) for name, number in RATIOS.items()}
+        rows.append(row)
     return numeric(pd.DataFrame(rows, columns=PAIR), *PAIR[PAIR.index("first_difference") :])
 
 
@@ -255,26 +247,12 @@ def steps(records: list[dict]) -> pd.DataFrame:
         if r["status"] == d.OK and not r.get("control")
         for i, step_s in enumerate(d.step_times_s(r), start=1)
     ]
-    return pd.DataFrame(
-        rows, columns=[*POINT, "use_cache", "repetition", "pair", "step", "position", "step_s", "ttft_s"]
-    )
+    return pd.DataFrame(rows, columns=[*POINT, *"use_cache repetition pair step position step_s ttft_s".split()])
 
 
 SERVED = ["loop", "concurrency", "context_length", "output_tokens", "enforce_eager"]
-REQUEST = [
-    *SERVED,
-    "repetition",
-    "attempt",
-    "phase",
-    "status",
-    "reason",
-    "ttft_s",
-    "tpot_s",
-    "e2e_s",
-    "tokens",
-    "void",
-    "disturbed",
-]
+SENT = ["repetition", "attempt", "phase", "status", "reason"]
+REQUEST = [*SERVED, *SENT, *TIMES, "tokens", "void", "disturbed"]
 
 
 def requests(records: list[dict]) -> pd.DataFrame:
@@ -284,18 +262,12 @@ def requests(records: list[dict]) -> pd.DataFrame:
         why, disturbed = void_reason(point), load.disturbed(point)
         rows += [
             {name: r["point"].get(name) for name in SERVED}
-            | {name: r.get(name) for name in ("repetition", "attempt", "phase", "status", "reason")}
-            | {
-                "ttft_s": d.ttft_s(r),
-                "tpot_s": d.tpot_s(r),
-                "e2e_s": d.e2e_s(r),
-                "tokens": d.output_tokens(r),
-                "void": why,
-                "disturbed": disturbed,
-            }
+            | {name: r.get(name) for name in SENT}
+            | times_s(r)
+            | {"tokens": d.output_tokens(r), "void": why, "disturbed": disturbed}
             for r in sent
         ]
-    return numeric(pd.DataFrame(rows, columns=REQUEST), "ttft_s", "tpot_s", "e2e_s", "tokens")
+    return numeric(pd.DataFrame(rows, columns=REQUEST), *TIMES, "tokens")
 
 
 def attempts(records: list[dict]) -> list[tuple[dict, list[dict]]]:
@@ -332,16 +304,8 @@ SERVING_POINT = [
 def points(records: list[dict]) -> pd.DataFrame:
     """One row per finished point of S1: throughput in its steady window and the checks on it."""
     rows = [serving_point(point, sent) for point, sent in attempts(records)]
-    frame = pd.DataFrame(rows, columns=SERVING_POINT)
-    return numeric(
-        frame,
-        "throughput_tokens_per_s",
-        "window_s",
-        "kv_cache_usage_max",
-        "littles_law",
-        "prefix_hit_share",
-        "client_over_server_ttft",
-    )
+    exact = ("throughput_tokens_per_s", "window_s", "kv_cache_usage_max", "littles_law", "prefix_hit_share")
+    return numeric(pd.DataFrame(rows, columns=SERVING_POINT), *exact, "client_over_server_ttft")
 
 
 def serving_point(point: dict, sent: list[dict]) -> dict:

@@ -25,9 +25,7 @@ def show(name, draw, *frames, language="both", figures_dir, source=""):
             paths.replace(Path(figures_dir) / f"{name}.{each}.{extension}", data)
         alt = prose.plain(f"{key}.alt" if numbers else "status.no_data", each, **(numbers or {}))
         data = {"image/svg+xml": images["svg"].decode(), "image/png": images["png"], "text/plain": alt}
-        prose.emit(
-            data, each, figure=name, alt=alt, source=source, caption=prose.plain(f"{key}.caption", each)
-        )
+        prose.emit(data, each, figure=name, alt=alt, source=source, caption=prose.plain(f"{key}.caption", each))
         read(draw, *frames, language=each, source=source)
 
 
@@ -107,9 +105,7 @@ def _arms_by_context(generations, chart_name, value, language):
         for level, (condition, arm) in enumerate(ARMS):
             rows = generations[(generations["attention"] == kernel) & (generations["use_cache"] == arm)]
             good = readings.measured(rows)
-            drawing.dots(ax, good, x, value, condition)
-            height = drawing.line(ax, good, x, value, condition)
-            ends.append((height, label(condition, language), COLOUR[condition]))
+            ends.append(drawing.series(ax, good, x, value, condition, label(condition, language)))
             drawing.crosses(ax, rows[rows["status"] != "ok"][x], condition, level)
         drawing.octaves(ax, generations[x], language, x)
     drawing.friendly_y(axes, "s", language, label(value.removesuffix("_s"), language))
@@ -140,9 +136,8 @@ def speedups_by_context(pairs, language):
         ends = []
         for level, kernel in enumerate(readings.kernels(rows)):
             of_kernel = rows[rows["attention"] == kernel]
-            drawing.dots(ax, of_kernel, "context_length", value, kernel)
-            height = drawing.line(ax, of_kernel, "context_length", value, kernel)
-            ends.append((height, kernel_label(kernel, language), drawing.colour_of(kernel)))
+            named = kernel_label(kernel, language)
+            ends.append(drawing.series(ax, of_kernel, "context_length", value, kernel, named))
             drawing.crosses(ax, of_kernel[of_kernel[value].isna()]["context_length"], kernel, level)
         if len(rows):
             ends += _references(ax, rows, value, language)
@@ -304,9 +299,8 @@ def growth_side_by_side(generations, requests, language):
         ends = []
         for name, rows in stacks:
             relative = readings.growth(rows[rows["context_length"].isin(shared)], value)
-            drawing.dots(ax, relative, "context_length", value, name)
-            height = drawing.line(ax, relative, "context_length", value, name)
-            ends.append((height, label(f"{name}_short", language), COLOUR[name]))
+            short = label(f"{name}_short", language)
+            ends.append(drawing.series(ax, relative, "context_length", value, name, short))
         drawing.octaves(ax, shared, language, "context_length")
         drawing.friendly_y([ax], "x", language, label("growth", language) if ax is axes[0] else "")
     drawing.end_labels(axes[1], ends)

@@ -57,10 +57,10 @@ def serving(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
 
 def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str, list[dict]], language: str):
     """The comparison as a notebook of one language, ready for `render.page`; `tables` maps "s1b" and "s1" to rows."""
-    cells = [nbformat.v4.new_markdown_cell(f"# {prose.plain('compare.title', language, a=names[0], b=names[1])}")]
-    sentences = {"machines": {"a": machines[0], "b": machines[1]}, "how": {}}
-    for key, numbers in sentences.items():
-        cells.append(nbformat.v4.new_markdown_cell(str(prose.text(f"compare.{key}", language, **numbers))))
+    told = {"machines": {"a": machines[0], "b": machines[1]}, "how": {}}
+    texts = [f"# {prose.plain('compare.title', language, a=names[0], b=names[1])}"]
+    texts += [str(prose.text(f"compare.{key}", language, **numbers)) for key, numbers in told.items()]
+    cells = [nbformat.v4.new_markdown_cell(each) for each in texts]
     for experiment, found in tables.items():
         cells.append(nbformat.v4.new_markdown_cell(f"## {prose.plain(f'compare.{experiment}', language)}"))
         html = html_table(experiment, found, names, language) if found else prose.plain("compare.nothing", language)
@@ -70,16 +70,6 @@ def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str
 
 
 def html_table(experiment: str, found: list[dict], names: tuple[str, str], language: str) -> str:
-    shown = [row | {"value": prose.both(f"label.{row['value'].removesuffix('_s')}")} for row in found]
-    if experiment == "s1b":
-        shown = [
-            row | {"arm": prose.arm(row["use_cache"]), "kernel": prose.both(f"label.{row['attention']}")}
-            for row in shown
-        ]
-    point = ["kernel", "context_length", "arm"] if experiment == "s1b" else ["concurrency", "context_length"]
-    headings = {"kernel": "sections.kernel", "context_length": "label.context_length:count"}
-    headings |= {"arm": "compare.arm", "concurrency": "label.concurrency:count", "value": "compare.value"}
-    headings |= {"a": "compare.a:s", "b": "compare.b:s", "ratio": "compare.ratio:x"}
-    chosen = {name: headings[name] for name in [*point, "value", "a", "b", "ratio"]}
+    shown = [row | {"value": row["value"].removesuffix("_s")} for row in found]
     source = " / ".join(f"results/{name}/{experiment}.jsonl" for name in names)
-    return prose.html_table(shown, chosen, language, source)
+    return prose.html_table(shown, f"compare_{experiment}", language, source)

@@ -109,9 +109,7 @@ def dots(ax, frame, x, y, condition):
     if "disturbed" in frame and frame["disturbed"].any():
         marked = frame[frame["disturbed"]]
         ax.scatter(marked[x], marked[y], s=36, marker="s", facecolors="none", edgecolors=colour_of(condition), lw=0.7)
-    sns.scatterplot(
-        frame, x=x, y=y, ax=ax, color=colour_of(condition), alpha=0.3, s=14, linewidth=0, legend=False
-    )
+    sns.scatterplot(frame, x=x, y=y, ax=ax, color=colour_of(condition), alpha=0.3, s=14, linewidth=0, legend=False)
 
 
 def line(ax, frame, x, y, condition):
@@ -120,11 +118,15 @@ def line(ax, frame, x, y, condition):
     if middle.empty:
         return None
     colour = colour_of(condition)
-    ax.plot(
-        middle[x], middle["median"], color=colour, marker=MARKER.get(condition, "o"), markeredgecolor="white"
-    )
+    ax.plot(middle[x], middle["median"], color=colour, marker=MARKER.get(condition, "o"), markeredgecolor="white")
     ax.fill_between(middle[x], middle["low"], middle["high"], color=colour, alpha=0.16, linewidth=0)
     return middle["median"].iloc[-1]
+
+
+def series(ax, frame, x, y, condition, name):
+    """Dots and the line of one condition; returns the label of its right end, for `end_labels`."""
+    dots(ax, frame, x, y, condition)
+    return line(ax, frame, x, y, condition), name, colour_of(condition)
 
 
 def crosses(ax, xs, condition, level=0):
@@ -195,9 +197,7 @@ def friendly_y(axes, unit, language, y_label="", *, from_zero=False):
         else:
             ax.set_ylim(0, max(values) * 1.12 or 1)
             ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-            ax.yaxis.set_major_formatter(
-                FuncFormatter(lambda value, _: _tick(value, max(values), unit, language))
-            )
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, max(values), unit, language)))
 
 
 def _log_y(ax, low, high, unit, language):

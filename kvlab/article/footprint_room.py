@@ -5,7 +5,7 @@ import math
 import numpy as np
 from matplotlib.patches import Patch
 
-from kvlab.analyse import footprint
+from kvlab.analyse import footprint, summary
 from kvlab.article import drawing, prose, readings
 from kvlab.article.charts import arm_panels
 from kvlab.article.drawing import COLOUR, chart, label, read_by, tint
@@ -17,13 +17,12 @@ PART_COLOUR = {
 
 
 def memory_reading(parts):
-    rows = readings.measured(parts[parts["use_cache"] == True])  # noqa: E712
+    rows = readings.measured(summary.arm(parts, True))
     longest = rows["context_length"].sort_values().iloc[-1]
     at_longest = rows[rows["context_length"] == longest].set_index("attention")
-    kernel = readings.fair_kernel(rows)
-    row = at_longest.loc[[kernel]].iloc[0]
+    row = at_longest.loc[[summary.fair_kernel(rows)]].iloc[0]
     return {
-        "kernel": readings.kernel_name(kernel),
+        "kernel": readings.kernel(rows),
         "longest": longest,
         **{name.removesuffix("_bytes"): row[name] for name in footprint.PARTS[:3]},
         "most": at_longest["activation_bytes"].max(),
@@ -81,9 +80,6 @@ def _name_parts(figure, parts, language):
 
 def memory_table(parts, language, source):
     """The parts in numbers for the fair kernel, with the resident set and the processor time of the forward pass."""
-    rows = parts[parts["attention"] == readings.fair_kernel(parts)] if len(parts) else parts
-    middle = readings.measured(rows).groupby(["context_length", "use_cache"]).median(numeric_only=True)
-    table = [{**row, "arm": prose.arm(row["use_cache"])} for row in middle.reset_index().to_dict("records")]
-    headings = {"context_length": "label.context_length:count", "arm": "law.arm"}
-    headings |= {name: f"label.{name}:B" for name in (*footprint.PARTS, "resident_set_bytes")}
-    prose.table(table, headings | {"cpu_time_s": "label.cpu_time_s:s"}, language, source=source)
+    rows = readings.measured(summary.headline(parts))
+    middle = rows.groupby(["context_length", "use_cache"]).median(numeric_only=True)
+    prose.table(middle.reset_index(), "memory", language, source=source)

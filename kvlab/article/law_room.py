@@ -21,11 +21,11 @@ def what_ran(records, dtype, language, source):
 
 
 def law_reading(residuals):
-    rows = residuals[residuals["attention"] == readings.fair_kernel(residuals)]
+    rows = summary.headline(residuals)
     tested = rows[rows["left_out"].astype(bool)]
     errors = tested["residual"].abs().groupby(tested["use_cache"].astype(bool)).median()
     return {
-        "kernel": readings.kernel_name(readings.fair_kernel(residuals)),
+        "kernel": readings.kernel(residuals),
         "fitted": len(rows) // 2 - tested["context_length"].nunique(),
         "tested": tested["context_length"].nunique(),
         "cache": errors[True],
@@ -76,8 +76,7 @@ def terms(times, architecture, dtype, language, source):
     """What each term of the law costs at the longest length, beside the shares that arithmetic gives it."""
     rows = [
         {
-            "attention": prose.both(f"label.{name['attention']}"),
-            "arm": prose.arm(name["use_cache"]),
+            **name,
             "lengths": count,
             "constant": found.constant_s,
             "linear": found.linear_s,
@@ -87,9 +86,7 @@ def terms(times, architecture, dtype, language, source):
         }
         for name, found, count in law.laws(times)
     ]
-    headings = {"attention": "sections.kernel", "arm": "law.arm", "lengths": "law.lengths:count"}
-    headings |= {name: f"law.{name}:s" for name in law.TERMS}
-    prose.table(rows, headings | {"measured": "law.measured", "arithmetic": "law.arithmetic"}, language, source=source)
+    prose.table(rows, "law_terms", language, source=source)
 
 
 def shares(found, times):
@@ -110,14 +107,14 @@ def shares_text(parts):
 
 def law_in_words(times, language, source):
     """Which terms carry a step's time at the longest length, in both arms, for the fair kernel."""
-    kernel = readings.fair_kernel(times) if len(times) else None
+    kernel = summary.fair_kernel(times)
     found = {name["use_cache"]: shares(a, times) for name, a, _ in law.laws(times) if name["attention"] == kernel}
     if set(found) != {True, False}:
         prose.say("status.no_data", language)
         return
     numbers = {f"{term}_{arm}": found[cached][i] for arm, cached in ARMS for i, term in enumerate(law.TERMS)}
     longest = times["context_length"].max()
-    prose.say("law.in_words", language, source=source, kernel=readings.kernel_name(kernel), longest=longest, **numbers)
+    prose.say("law.in_words", language, source=source, kernel=readings.kernel(times), longest=longest, **numbers)
 
 
 def residuals(found, slopes, language, source):
@@ -125,17 +122,14 @@ def residuals(found, slopes, language, source):
     exponents = {(s["attention"], s["use_cache"], s["shorter"]): s["slope"] for s in slopes.to_dict("records")}
     rows = []
     for (attention, length), pair in found.groupby(["attention", "context_length"]):
-        row = {"attention": prose.both(f"label.{attention}"), "length": length}
-        row["role"] = prose.both("law.tested" if pair["left_out"].iloc[0] else "law.fitted")
+        role = "tested" if pair["left_out"].iloc[0] else "fitted"
+        row = {"attention": attention, "length": length, "role": role}
         for condition, arm in ARMS:
             errors = pair.loc[pair["use_cache"] == arm, "residual"]
             row |= {condition: errors.iloc[0] if len(errors) else None}
             row[f"slope_{condition}"] = exponents.get((attention, arm, length))
         rows.append(row)
-    headings = {"attention": "sections.kernel", "length": "label.context_length:count", "role": "law.role"}
-    headings |= {"no_cache": "law.residual_no_cache:%", "cache": "law.residual_cache:%"}
-    headings |= {"slope_no_cache": "law.slope_no_cache", "slope_cache": "law.slope_cache"}
-    prose.table(rows, headings, language, source=source)
+    prose.table(rows, "law_residuals", language, source=source)
 
 
 # --- steps, with the prefill beside them
@@ -143,12 +137,12 @@ def residuals(found, slopes, language, source):
 
 def steps_reading(steps):
     ratios = law.recomputed(steps)
-    rows = ratios[ratios["attention"] == readings.fair_kernel(ratios)]
+    rows = summary.headline(ratios)
     by_length = {n: summary.interval(group["step_over_prefill"]) for n, group in rows.groupby("context_length")}
     longest = max(by_length) if by_length else ratios["context_length"].iloc[0]
     medians = [estimate.median for estimate in by_length.values()]
     return {
-        "kernel": readings.kernel_name(readings.fair_kernel(ratios)),
+        "kernel": readings.kernel(ratios),
         "lowest": min(medians),
         "highest": max(medians),
         "longest": longest,
@@ -165,8 +159,7 @@ def steps_over_lengths(steps, language):
     for kernel, above, below in zip(kernels, upper, lower, strict=True):
         ends = _steps_and_prefills(above, steps[steps["attention"] == kernel], language)
         of_kernel = ratios[ratios["attention"] == kernel]
-        drawing.dots(below, of_kernel, "context_length", "step_over_prefill", "no_cache")
-        drawing.line(below, of_kernel, "context_length", "step_over_prefill", "no_cache")
+        drawing.series(below, of_kernel, "context_length", "step_over_prefill", "no_cache", "")
         below.axhline(1, color=COLOUR["reference"], linewidth=1)
         for ax in (above, below):
             drawing.octaves(ax, steps["context_length"], language, "context_length")
@@ -186,7 +179,7 @@ def _steps_and_prefills(ax, rows, language):
         for _, generation in middle.groupby("context_length"):
             ax.plot(generation["position"], generation["step_s"], color=COLOUR[condition], marker=".", markersize=4)
         ends.append((middle["step_s"].iloc[-1] if len(middle) else None, label(condition, language), COLOUR[condition]))
-    prefill = rows[rows["use_cache"] == False].groupby("context_length")["ttft_s"].median()  # noqa: E712
+    prefill = summary.arm(rows, False).groupby("context_length")["ttft_s"].median()
     ax.scatter(prefill.index, prefill, marker="D", s=34, facecolor="none", edgecolor="#222222", linewidth=1.1, zorder=4)
     if len(prefill):
         place = (prefill.index[0], prefill.iloc[0])
@@ -217,9 +210,7 @@ def speedups_by_output(pairs, language):
     figure, (ax,) = drawing.panels(language, "speedups_by_output", [""], height=3.3)
     rows, ends = readings.measured(pairs), []
     for name in ("tpot_speedup", "total_speedup"):
-        drawing.dots(ax, rows, "output_tokens", name, name)
-        height = drawing.line(ax, rows, "output_tokens", name, name)
-        ends.append((height, label(name, language), COLOUR[name]))
+        ends.append(drawing.series(ax, rows, "output_tokens", name, name, label(name, language)))
     tokens = sorted(rows["output_tokens"].unique())
     if tokens:
         ax.plot(tokens, tokens, color=COLOUR["reference"], linestyle=":", linewidth=1.6)
@@ -244,7 +235,7 @@ def agreement(pairs, language, source):
 
 def cache_kinds(generations, language, source):
     """TPOT with each kind of cache at each length; nothing where one kind was measured."""
-    rows = readings.measured(generations[generations["use_cache"] == True])  # noqa: E712
+    rows = readings.measured(summary.arm(generations, True))
     kinds = sorted(rows["cache"].dropna().unique())
     if len(kinds) < 2:
         return

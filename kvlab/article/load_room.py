@@ -6,12 +6,7 @@ import pandas as pd
 
 from kvlab.article import prose
 
-CPU = {"own_share": "%", "others_share": "%", "steal_share": "%", "cpu_ghz": "", "resident_set_bytes": "B"}
-CARD = {"utilisation": "%", "power_w": "", "energy_per_token_j": "", "sm_clock_ghz": "", "temperature_c": ""}
-MEMORY = (
-    "card_memory_before_bytes", "card_memory_bytes", "card_memory_rise_bytes", "own_memory_bytes",
-    "allocated_bytes", "reserved_bytes",
-)  # fmt: skip
+CPU, CARD, MEMORY = (prose.TABLES[f"telemetry_{name}"] for name in ("cpu", "card", "memory"))
 GROUPS = {"generation": ["use_cache", "context_length"], "point": ["concurrency", "context_length"]}
 
 
@@ -25,7 +20,7 @@ def machine_load(windows: pd.DataFrame, language: str, source: str) -> None:
     show(rows, by, CPU, language, source)
     if windows["card_memory_bytes"].notna().any():
         show(rows, by, CARD, language, source)
-        show(rows, by, dict.fromkeys(MEMORY, "B"), language, source)
+        show(rows, by, MEMORY, language, source)
     else:
         prose.say("telemetry.no_card", language)
     numbers = {"samples": windows["samples"].median(), "interval": windows["interval_s"].median()}
@@ -47,15 +42,10 @@ def condition_rows(windows: pd.DataFrame, by: list[str]) -> list[dict]:
 
 def show(rows: list[dict], by: list[str], columns: dict[str, str], language: str, source: str) -> None:
     cells = [
-        row
-        | {name: prose.both("telemetry.not_measurable") for name in columns if pd.isna(row[name])}
-        | {"use_cache": prose.arm(row.get("use_cache"))}
-        for row in rows
+        row | {name: prose.both("telemetry.not_measurable") for name in columns if pd.isna(row[name])} for row in rows
     ]
-    headings = {name: "telemetry.arm" if name == "use_cache" else f"label.{name}:count" for name in by}
-    headings |= {"windows": "telemetry.windows:count"}
-    headings |= {name: f"telemetry.{name}:{unit}".rstrip(":") for name, unit in columns.items()}
-    prose.table(cells, headings, language, source=source)
+    headings = {name: "telemetry.arm:@arm" if name == "use_cache" else f"label.{name}:count" for name in by}
+    prose.table(cells, headings | {"windows": "telemetry.windows:count"} | columns, language, source=source)
 
 
 def disturbed(windows: pd.DataFrame, language: str, source: str) -> None:

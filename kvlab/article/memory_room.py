@@ -66,11 +66,7 @@ def requests_by_context(lengths, language):
 def table(room, tokens, language):
     """Every model's weights, cache and room, most room first, with the sentence about heads and 8-bit caches."""
     rows = room.sort_values(["requests", "kv_bytes_per_token"], ascending=[False, True]).to_dict("records")
-    shown = [{**row, "kind": prose.both(f"label.{row['kind']}")} for row in rows]
-    names = ("model", "kind", "weight_bytes:B", "kv_bytes_per_token:B", "shared:x", "requests:count",
-             "requests_multi_head:count", "requests_8_bit:count")  # fmt: skip
-    headings = {name.split(":")[0]: f"memory.{name}" for name in names}
-    prose.table(shown, headings, language, source="computed")
+    prose.table(rows, "room", language, source="computed")
     possible = [row for row in rows if row["requests"] == row["requests"]]  # not missing
     best = max(possible, key=lambda row: row["requests"] / max(1, row["requests_multi_head"]), default=None)
     if best:

@@ -13,6 +13,11 @@ from markupsafe import Markup
 
 LANGUAGES = ("zh", "en")
 TEXTS = Path(__file__).parent / "text"
+TABLES = yaml.safe_load((TEXTS.parent / "tables.yaml").read_text())  # name -> {row entry: "text.key[:unit]"}
+WORDS = {  # entries that are no part of a text's key
+    "arm": {True: "label.cache", False: "label.no_cache"},
+    "checks": {True: "checks.yes", False: "checks.no", None: "checks.unknown"},
+}
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 UNIT_SPACE = re.compile(r"(?<=\d) (?=[^\W\d]|%)|(?<=\bn) (?==)|(?<==) (?=\d)")  # where no line may break
@@ -172,11 +177,6 @@ def both(key, **numbers):
     return {language: text(key, language, **numbers) for language in LANGUAGES}
 
 
-def arm(use_cache):
-    """The name of an arm of S1b in every language."""
-    return both("label.cache" if use_cache else "label.no_cache")
-
-
 def emit(data, language, **tags):
     """Displays one output that the page keeps for one language only."""
     display(data, raw=True, metadata={"kvlab": {"language": language, **tags}})
@@ -191,13 +191,19 @@ def say(key, language="both", *, source=None, **numbers):
 
 
 def table(rows, headings, language="both", *, source=None):
-    """Displays a table; rows are dicts or a data frame, `headings` maps a column to "text.key[:unit]"."""
+    """Displays a table; rows are dicts or a data frame, `headings` is {column: "text.key[:unit]"} or one of TABLES.
+
+    Without rows it says that there is no data.
+    """
     rows = rows.to_dict("records") if hasattr(rows, "to_dict") else list(rows)
-    for each in languages(language):
+    if not rows:
+        say("status.no_data", language)
+    for each in languages(language) if rows else ():
         emit({"text/html": html_table(rows, headings, each, source)}, each)
 
 
 def html_table(rows, headings, language, source):
+    headings = TABLES[headings] if isinstance(headings, str) else headings
     columns = [(column, *f"{key}:".split(":")[:2]) for column, key in headings.items()]
     head = "".join(f'<th scope="col">{escape(plain(key, language))}</th>' for _, key, _ in columns)
     cells = [[_cell(row.get(column), unit, language, source) for column, _, unit in columns] for row in rows]
@@ -206,6 +212,9 @@ def html_table(rows, headings, language, source):
 
 
 def _cell(value, unit, language, source):
+    group = unit.removeprefix("@")
+    if group != unit:
+        value = text(WORDS.get(group, {}).get(value, f"{group}.{value}"), language)
     if not isinstance(value, (str, dict)) and value is not None:
         title = f' title="{html.escape(source)}"' if source else ""
         return f'<td class="number"{title}>{escape(_in_language(value, unit, language))}</td>'

@@ -1,7 +1,7 @@
 """Numbers that a chart's alternative text and computed sentence quote, from the chart's own frames."""
 
 from kvlab.analyse import summary
-from kvlab.analyse.summary import measured, swept
+from kvlab.analyse.summary import arm, fair_kernel, headline, measured, swept
 
 PROMPT_TOKENS, DECODE_STEPS = 6, 4  # of the drawn explanation
 
@@ -22,23 +22,30 @@ def kernels(frame):
     return sorted(frame["attention"].dropna().unique())
 
 
-def fair_kernel(frame):
-    """SDPA where it was measured: eager attention flatters the cache at long contexts; None without rows."""
-    names = kernels(frame)
-    return "sdpa" if "sdpa" in names else names[0] if names else None
+def kernel(frame):
+    """The name of the fair attention kernel for a sentence."""
+    return kernel_name(fair_kernel(frame))
 
 
 def kernel_name(attention):
     return "SDPA" if attention == "sdpa" else attention
 
 
-def of_kernel(frame):
-    rows = measured(frame)
-    return rows[rows["attention"] == fair_kernel(rows)]
-
-
 def medians(frame, by, value):
     return frame.dropna(subset=[value]).groupby(by)[value].median()
+
+
+def spans(names, **series):
+    """First and last key of the first series, by these two names; <series>_low, _high and _growth between them.
+
+    IndexError below two keys.
+    """
+    first, last, _ = ends(next(iter(series.values())))
+    found = dict(zip(names, (first, last)))
+    for name, values in series.items():
+        found |= {f"{name}_low": values[first], f"{name}_high": values[last]}
+        found[f"{name}_growth"] = values[last] / values[first]
+    return found
 
 
 def ends(series):
@@ -60,25 +67,15 @@ def mechanism():
 
 
 def by_arm(generations, value):
-    rows = of_kernel(generations)
-    cache = medians(rows[rows["use_cache"] == True], "context_length", value)  # noqa: E712
-    no_cache = medians(rows[rows["use_cache"] == False], "context_length", value)  # noqa: E712
+    rows = headline(measured(generations))
+    cache, no_cache = (medians(arm(rows, use_cache), "context_length", value) for use_cache in (True, False))
     shared = cache.index.intersection(no_cache.index)
-    return kernel_name(fair_kernel(rows)), cache[shared], no_cache[shared]
+    return kernel(rows), cache[shared], no_cache[shared]
 
 
 def tpot_by_context(generations):
     kernel, cache, no_cache = by_arm(generations, "tpot_s")
-    shortest, longest, growth = ends(cache)
-    return {
-        "kernel": kernel,
-        "shortest": shortest,
-        "longest": longest,
-        "growth_cache": growth,
-        "growth_no_cache": ends(no_cache)[2],
-        "cache": cache[longest],
-        "no_cache": no_cache[longest],
-    }
+    return {"kernel": kernel} | spans(("shortest", "longest"), cache=cache, no_cache=no_cache)
 
 
 def ttft_by_context(generations):
@@ -95,11 +92,11 @@ def ttft_by_context(generations):
 
 def speedups_by_context(pairs):
     kept = measured(pairs)
-    rows = of_kernel(pairs).dropna(subset=["tpot_speedup", "total_speedup"])
+    rows = headline(measured(pairs)).dropna(subset=["tpot_speedup", "total_speedup"])
     longest = rows["context_length"].sort_values().iloc[-1]
     at_longest = rows[rows["context_length"] == longest]
     return {
-        "kernel": kernel_name(fair_kernel(kept)),
+        "kernel": kernel(kept),
         "longest": longest,
         "refused": int(kept["refusal"].notna().sum()),
         "output_tokens": at_longest["output_tokens"].iloc[0],
@@ -108,10 +105,9 @@ def speedups_by_context(pairs):
 
 
 def step_curve(steps):
-    rows = steps[steps["attention"] == fair_kernel(steps)]
-    cache, no_cache = (medians(rows[rows["use_cache"] == arm], "position", "step_s") for arm in (True, False))
+    cache, no_cache = (medians(arm(headline(steps), cached), "position", "step_s") for cached in (True, False))
     return {
-        "kernel": kernel_name(fair_kernel(steps)),
+        "kernel": kernel(steps),
         "first": cache.index[0],
         "last": cache.index[-1],
         "growth_cache": late_over_early(cache),
@@ -132,11 +128,11 @@ def shares(rows):
 
 
 def phase_share(generations):
-    rows = of_kernel(generations)
+    rows = headline(measured(generations))
     cache, no_cache = shares(rows)[True], shares(rows)[False]
     longest, output_tokens = cache.index.intersection(no_cache.index)[-1]
     return {
-        "kernel": kernel_name(fair_kernel(rows)),
+        "kernel": kernel(rows),
         "longest": longest,
         "output_tokens": output_tokens,
         "cache": cache.iloc[-1],
@@ -145,29 +141,20 @@ def phase_share(generations):
 
 
 def serving_by_concurrency(requests, points):
-    ttft, tpot = (medians(swept(measured(requests)), "concurrency", name) for name in ("ttft_s", "tpot_s"))
-    throughput = medians(swept(measured(points)), "concurrency", "throughput_tokens_per_s")
-    fewest, most, growth = ends(throughput)
-    return {
-        "fewest": fewest,
-        "most": most,
-        "throughput_growth": growth,
-        "ttft_low": ttft[fewest],
-        "ttft_high": ttft[most],
-        "tpot_low": tpot[fewest],
-        "tpot_high": tpot[most],
-    }
+    sent, runs = swept(measured(requests)), swept(measured(points))
+    throughput = medians(runs, "concurrency", "throughput_tokens_per_s")
+    ttft, tpot = (medians(sent, "concurrency", name) for name in ("ttft_s", "tpot_s"))
+    return spans(("fewest", "most"), throughput=throughput, ttft=ttft, tpot=tpot)
 
 
 def kv_usage_by_concurrency(points):
     usage = medians(swept(measured(points)), "concurrency", "kv_cache_usage_max")
-    fewest, most, _ = ends(usage)
-    return {"fewest": fewest, "most": most, "low": usage[fewest], "high": usage[most]}
+    return spans(("fewest", "most"), usage=usage)
 
 
 def stacks(generations, requests):
     """(name, rows) of S1b's cached arm and of S1 with a single request in flight."""
-    cached, served = of_kernel(generations[generations["use_cache"] == True]), measured(requests)  # noqa: E712
+    cached, served = headline(measured(arm(generations, True))), measured(requests)
     return ("s1b", cached), ("vllm", served[served["concurrency"] == 1])
 
 
@@ -184,19 +171,17 @@ def growth(rows, value):
 
 def growth_side_by_side(generations, requests):
     lengths = shared_lengths(generations, requests)
-    if len(lengths) < 2:
-        raise IndexError("growth needs two lengths")
-    numbers = {"shortest": lengths[0], "longest": lengths[-1]}
-    for name, rows in stacks(generations, requests):
-        for value in ("ttft", "tpot"):
-            series = medians(rows, "context_length", f"{value}_s")
-            numbers[f"{value}_{name}"] = series[lengths[-1]] / series[lengths[0]]
-    return numbers
+    middle = {
+        f"{value}_{name}": medians(rows[rows["context_length"].isin(lengths)], "context_length", f"{value}_s")
+        for name, rows in stacks(generations, requests)
+        for value in ("ttft", "tpot")
+    }
+    return spans(("shortest", "longest"), **middle)
 
 
 def cache_sizes(generations, formula):
     """Measured bytes and the formula's by tokens in the cache: the last output token is never fed back."""
-    rows = measured(generations[generations["use_cache"] == True]).dropna(subset=["kv_cache_bytes"])  # noqa: E712
+    rows = measured(arm(generations, True)).dropna(subset=["kv_cache_bytes"])
     tokens = rows["context_length"] + rows["output_tokens"] - 1
     batches = rows["batch_size"].fillna(1).astype(int) if "batch_size" in rows else tokens * 0 + 1
     computed = [formula(length, batch=batch) for length, batch in zip(tokens, batches)]

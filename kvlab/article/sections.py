@@ -21,16 +21,16 @@ def answers(found: list[Answer], environment: dict, language: str, source: str) 
     """The table that opens the article: question, verdict, effect with its interval, machine."""
     rows = [
         {
-            "question": prose.both(f"answer.{a.question}"),
-            "claim": prose.both(f"answer.{a.question}_claim"),
-            "verdict": prose.both(f"answer.{a.verdict}"),
+            "question": a.question,
+            "claim": f"{a.question}_claim",
+            "verdict": a.verdict,
             "effect": prose.both(f"answer.{a.question}_effect", effect=a.effect, **a.numbers),
             "machine": machine_name(environment),
             "chart": link_to_figure(ANSWER_FIGURES[a.question]),
         }
         for a in found
     ]
-    prose.table(rows, {name: f"answer.{name}" for name in rows[0]}, language, source=source)
+    prose.table(rows, "answers", language, source=source)
 
 
 def link_to_figure(name: str) -> dict[str, Markup]:
@@ -82,11 +82,8 @@ def machine(environment: dict, parameters: dict, language: str, source: str) -> 
         "environment": environment["environment"],
         "recorded": environment["recorded_at"][:10],
     }
-    rows = [
-        {"what": prose.both(f"machine.{name}"), "value": value or prose.both("machine.none")}
-        for name, value in facts.items()
-    ]
-    prose.table(rows, {"what": "machine.what", "value": "machine.value"}, language, source=source)
+    rows = [{"what": name, "value": value or prose.both("machine.none")} for name, value in facts.items()]
+    prose.table(rows, "machine", language, source=source)
 
 
 def provenance(profile: str, language: str) -> dict[str, str]:
@@ -123,47 +120,19 @@ def control(pairs: pd.DataFrame, language: str, source: str) -> None:
     """The control length by length: paired ratio of TTFT with its interval, and on how many steps TPOT rests."""
     groups = proven(pairs).groupby(["attention", "context_length", "output_tokens"])
     table = [
-        {
-            "attention": prose.both(f"label.{attention}"),
-            "context_length": length,
-            "ratio": interval(group["ttft_ratio"]),
-            "steps": tokens - 1,
-        }
+        {"attention": attention, "context_length": length, "ratio": interval(group["ttft_ratio"]), "steps": tokens - 1}
         for (attention, length, tokens), group in groups
     ]
-    headings = {"attention": "sections.kernel", "context_length": "label.context_length:count"}
-    headings |= {"ratio": "sections.ttft_ratio:x", "steps": "sections.decode_steps:count"}
-    prose.table(table, headings, language, source=source)
+    prose.table(table, "control", language, source=source)
 
 
 def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     """The checks of every S1 point, one row each."""
-    if points.empty:
-        prose.say("status.no_data", language)
-        return
-    words = {
-        True: prose.both("checks.yes"),
-        False: prose.both("checks.no"),
-        None: prose.both("checks.unknown"),
-    }
     rows = points.sort_values(["context_length", "concurrency"]).to_dict("records")
     for row in rows:
-        row["conserved"] = words[row["tokens_conserved"]]
         bad = row["void"] is not None or row["tokens_conserved"] is False or row["failed"] or row["client_saturated"]
-        row["counts"] = words[not bad]
-    headings = {
-        "concurrency": "label.concurrency:count",
-        "context_length": "label.context_length:count",
-        "completed": "checks.completed:count",
-        "failed": "checks.failed:count",
-        "conserved": "checks.conserved",
-        "littles_law": "checks.littles_law",
-        "client_over_server_ttft": "checks.client_over_server_ttft",
-        "prefix_hit_share": "checks.prefix_hit_share:%",
-        "event_loop_lag_max_s": "checks.event_loop_lag:s",
-        "counts": "checks.counts",
-    }
-    prose.table(rows, headings, language, source=source)
+        row["counts"] = not bad
+    prose.table(rows, "serving_checks", language, source=source)
 
 
 def missing(records: list[dict], language: str) -> None:
@@ -187,18 +156,11 @@ def trouble(generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, lan
     prose.say("sections.proven", language, source=source, **counts)
     for why, count in refusals(pairs):
         prose.say("sections.refused", language, source=source, count=count, reason=prose.both(f"refusal.{why}"))
-    bad = generations[generations["status"] != "ok"].drop_duplicates(
-        ["status", "context_length", "attention", "use_cache"]
-    )
-    for row in bad.to_dict("records"):
+    distinct = ["status", "context_length", "attention", "use_cache"]
+    for row in generations[generations["status"] != "ok"].drop_duplicates(distinct).to_dict("records"):
         key = f"status.{row['status']}" if row["status"] in ("out_of_memory", "timeout") else "status.failed"
-        prose.say(
-            key,
-            language,
-            source=source,
-            context_length=row["context_length"],
-            reason=row["reason"] or row["status"],
-        )
+        what = {"context_length": row["context_length"], "reason": row["reason"] or row["status"]}
+        prose.say(key, language, source=source, **what)
     unsteady = [
         {"what": {each: unsteady_name(point, each) for each in prose.LANGUAGES}, "tpot": estimate}
         | {"context_length": point["context_length"]}
@@ -206,9 +168,7 @@ def trouble(generations: pd.DataFrame, pairs: pd.DataFrame, drift: Estimate, lan
     ]
     if unsteady:
         prose.say("sections.unsteady", language, source=source, count=len(unsteady))
-        headings = {"what": "sections.unsteady_what", "context_length": "label.context_length:count"}
-        headings |= {"tpot": "label.tpot:s"}
-        prose.table(unsteady, headings, language, source=source)
+        prose.table(unsteady, "unsteady", language, source=source)
     if drift.n:
         prose.say("sections.drift", language, source=source, drift=drift)
 

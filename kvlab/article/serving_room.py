@@ -16,9 +16,8 @@ WAITING = COLOUR["no_cache"]
 
 def latency_numbers(requests, points, ttft_limit_s, tpot_limit_s):
     rows = trade_off(requests, points)
-    fewest, most, growth = readings.ends(rows["throughput_tokens_per_s"])
-    numbers = {"fewest": fewest, "most": most, "throughput_growth": growth}
-    return numbers | {f"{name}_growth": readings.ends(rows[f"{name}_s"])[2] for name in ("ttft", "tpot")}
+    series = {"throughput": "throughput_tokens_per_s", "ttft": "ttft_s", "tpot": "tpot_s"}
+    return readings.spans(("fewest", "most"), **{name: rows[column] for name, column in series.items()})
 
 
 def trade_off(requests, points):
@@ -53,37 +52,22 @@ def latency_by_throughput(requests, points, ttft_limit_s, tpot_limit_s, language
 
 def goodput(frame: pd.DataFrame, language: str, source: str, ttft_limit_s: float, tpot_limit_s: float) -> None:
     """Requests/s, the share of them within both limits, and goodput, one row per concurrency."""
-    if frame.empty:
-        prose.say("status.no_data", language)
-        return
-    prose.say("serving.goodput_limits", language, ttft=ttft_limit_s, tpot=tpot_limit_s)
-    frame = frame[frame["context_length"] == readings.swept(frame)["context_length"].iloc[0]]
+    if len(frame):
+        prose.say("serving.goodput_limits", language, ttft=ttft_limit_s, tpot=tpot_limit_s)
+    frame = readings.swept(frame)
     rows = frame.groupby("concurrency", as_index=False)[["requests_per_s", "within", "goodput_per_s"]].median()
-    headings = {"concurrency": "label.concurrency:count", "requests_per_s": "serving.requests_per_s"}
-    headings |= {"within": "serving.within:%", "goodput_per_s": "serving.goodput"}
-    prose.table(rows, headings, language, source=source)
+    prose.table(rows, "goodput", language, source=source)
 
 
 def open_loop(frame: pd.DataFrame, language: str, source: str) -> None:
     """Latency from the send and from the scheduled arrival at each rate, and Little's law between client and server."""
-    if frame.empty:
-        prose.say("status.no_data", language)
-        return
-    headings = {"request_rate_per_s": "serving.rate", "completed": "checks.completed:count"}
-    headings |= {name: f"serving.{name}:s" for name in ("ttft_s", "arrival_ttft_s", "e2e_s", "arrival_e2e_s")}
-    headings |= {name: f"checks.{name}" for name in ("littles_law", "client_over_server_ttft")}
-    prose.table(frame.sort_values("request_rate_per_s"), headings, language, source=source)
+    prose.table(frame.sort_values("request_rate_per_s"), "open_loop", language, source=source)
 
 
 def compared(frame: pd.DataFrame, language: str, source: str) -> None:
     """TTFT and TPOT at concurrency 1, eager and compiled; nothing where only one mode was measured."""
-    if frame.empty:
-        return
-    headings = {"context_length": "label.context_length:count"}
-    for value in ("ttft", "tpot"):
-        headings |= {f"{value}_s_{mode}": f"serving.{value}_{mode}:s" for mode in ("eager", "compiled")}
-        headings |= {f"{value}_ratio": "serving.eager_over_compiled:x"}
-    prose.table(frame, headings, language, source=source)
+    if len(frame):
+        prose.table(frame, "compared", language, source=source)
 
 
 # ---- the KV cache, full
@@ -146,10 +130,8 @@ def full_cache(numbers: dict | None, language: str, source: str) -> None:
 
 def capacity(rows: list[dict], wasted: dict | None, language: str, source: str) -> None:
     """Capacity predicted from the bytes beside what vLLM reports, and what pages waste against contiguous memory."""
-    headings = {"space_bytes": "serving.space:B", "block_tokens": "serving.block_tokens:count"}
-    headings |= {name: f"serving.{name}:count" for name in ("blocks_predicted", "blocks", "tokens_predicted", "tokens")}
     if rows:
-        prose.table(rows, headings, language, source=source)
+        prose.table(rows, "capacity", language, source=source)
     if wasted:
         prose.say("serving.waste", language, source=source, **wasted)
 
@@ -177,11 +159,9 @@ def reuse_numbers(frame):
 def ttft_by_shared_prefix(frame, language):
     """TTFT over the length of the prefix that is in the cache already; dashed, if it were proportional to the rest."""
     figure, (ax,) = drawing.panels(language, "ttft_by_shared_prefix", [""], height=3.1)
-    drawing.dots(ax, frame, "shared", "ttft_s", "vllm")
-    height = drawing.line(ax, frame, "shared", "ttft_s", "vllm")
-    ends = [(height, label("measured_points", language), COLOUR["vllm"])]
+    ends = [drawing.series(ax, frame, "shared", "ttft_s", "vllm", label("measured_points", language))]
     cold = frame[frame["shared"] == 0]["ttft_s"].median()
-    if height is not None and len(frame[frame["shared"] == 0]):
+    if cold == cold:  # measured at all
         rows = frame.drop_duplicates("shared").sort_values("shared")
         expected = cold * (1 - rows["whole_blocks"].fillna(rows["shared"] / rows["context_length"]))
         ax.plot(rows["shared"], expected, color=COLOUR["reference"], linestyle="--", linewidth=1.4)

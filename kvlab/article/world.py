@@ -12,8 +12,7 @@ def table(held, language):
     tested = held[~held["calibrates"]]
     tested = tested.reindex(tested["residual"].abs().sort_values(ascending=False).index)
     rows = [_shown(row) for row in tested.to_dict("records")]
-    names = ("card", "stack", "model", "quantity", "published", "predicted", "residual:%", "source")
-    prose.table(rows, {name.split(":")[0]: f"world.{name}" for name in names}, language)
+    prose.table(rows, "world", language)
     step = tested[tested["quantity"] != "ttft_s"]["residual"].abs()
     prefill = tested[tested["quantity"] == "ttft_s"]["residual"].abs()
     numbers = {"fitted": int(held["calibrates"].sum()), "tested": len(tested), "step": step.median(),

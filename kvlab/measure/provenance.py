@@ -118,14 +118,11 @@ def boot() -> str:
 
 def code_version() -> dict:
     """kvlab's version, commit and whether the tree differed from it; nulls outside a git checkout."""
-    commit, dirty = (
-        git("rev-parse", "HEAD"),
-        git("status", "--porcelain", "--", "kvlab", "notebooks", "params"),
-    )
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "kvlab", "notebooks", "params")
     return {
         "version": __version__,
         "commit": commit and commit[:12],
-        "dirty": dirty if dirty is None else bool(dirty),
+        "dirty": None if changes is None else bool(changes),
     }
 
 

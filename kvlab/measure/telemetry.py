@@ -55,12 +55,15 @@ def _is(pynvml, error: Exception, *names: str) -> bool:
     return any(isinstance(error, getattr(pynvml, f"NVMLError_{name}", ())) for name in names)
 
 
-def read(pynvml, name: str, *arguments, **keywords):
-    """One NVML reading, or None where the card does not support it or the user may not see it."""
+def read(pynvml, name: str, *arguments, absent: tuple = (), **keywords):
+    """One NVML reading, or None where the card does not support it or the user may not see it.
+
+    `absent` names further errors that mean no more than that: there is no such thing.
+    """
     try:
         return getattr(pynvml, name)(*arguments, **keywords)
     except Exception as error:  # pynvml's error classes exist only when it is there
-        if error_of(pynvml, error) is None:
+        if error_of(pynvml, error) is None and not _is(pynvml, error, *absent):
             raise
         return None
 
@@ -78,20 +81,10 @@ def handle(pynvml, uuid: str | None = None):
     if first.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(first)) if int(first) < count else None
     if first.startswith("MIG-"):
-        return read_or_none(pynvml, "nvmlDeviceGetHandleByUUID", first)
+        return read(pynvml, "nvmlDeviceGetHandleByUUID", first, absent=("NotFound", "InvalidArgument"))
     devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)] if first.startswith("GPU-") else []
     named = [(device, as_text(read(pynvml, "nvmlDeviceGetUUID", device)) or "") for device in devices]
     return next((device for device, found in named if found.startswith(first)), None)  # CUDA takes the beginning too
-
-
-def read_or_none(pynvml, name: str, argument: str):
-    """A handle by name, or None where NVML knows no such thing."""
-    try:
-        return getattr(pynvml, name)(argument)
-    except Exception as error:
-        if not _is(pynvml, error, "NotFound", "InvalidArgument", *UNSUPPORTED):
-            raise
-        return None
 
 
 def memory_info(pynvml, device):
