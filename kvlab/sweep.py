@@ -400,12 +400,9 @@ def unmeasured(profile: str) -> dict[str, str]:
     found = {}
     for experiment, (kind, points) in wanted.items():
         stored = run.store(experiment).load()
-        left = missing(stored, kind, points)
-        if left:
-            reasons = [r["reason"] for r in stored if not done(r) and r.get("reason")]
-            found[experiment.upper()] = (
-                f"{len(left)} points without a valid measurement ({(reasons or ['not run'])[-1]})"
-            )
+        reasons = [r["reason"] for r in stored if not done(r) and r.get("reason")] or ["not run"]
+        if left := missing(stored, kind, points):
+            found[experiment.upper()] = f"{len(left)} points without a valid measurement ({reasons[-1]})"
     return found
 
 

@@ -57,25 +57,23 @@ def laws(times: pd.DataFrame) -> list[tuple[dict, Law, int]]:
     return [(name, fit(rows["tokens"], rows["step_s"]), len(rows)) for name, rows in groups(times)]
 
 
-def half_laws(times: pd.DataFrame) -> list[tuple[dict, Law]]:
-    """(kernel and arm, the law over every second length alone), where these are enough for a law."""
-    halves = [(name, rows[~left_out(rows)]) for name, rows in groups(times)]
-    return [(name, fit(half["tokens"], half["step_s"])) for name, half in halves if len(half) >= FEWEST_LENGTHS]
-
-
 def left_out(rows: pd.DataFrame) -> np.ndarray:
     """Every second length, so that the longest is fitted: True for those that only test the law."""
     return (np.arange(len(rows))[::-1] % 2).astype(bool)
 
 
 def residuals(times: pd.DataFrame) -> pd.DataFrame:
-    """Relative error of the law of every second length (fitted over measured, less 1), at all lengths."""
-    halves, found = half_laws(times), []
-    for name, law in halves:
-        rows = times[(times[GROUP] == pd.Series(name)).all(axis=1)].sort_values("tokens")
-        fitted_s = law(rows["tokens"])
-        errors = np.round(fitted_s / rows["step_s"] - 1, 6)
-        found.append(rows.assign(fitted_s=fitted_s, residual=errors, left_out=left_out(rows)))
+    """Relative error of the law of every second length (fitted over measured, less 1), at all lengths.
+
+    Kernels and arms whose half has too few lengths for a law are left out.
+    """
+    found = []
+    for _, rows in groups(times):
+        half = rows[~left_out(rows)]
+        if len(half) >= FEWEST_LENGTHS:
+            fitted_s = fit(half["tokens"], half["step_s"])(rows["tokens"])
+            errors = np.round(fitted_s / rows["step_s"] - 1, 6)
+            found.append(rows.assign(fitted_s=fitted_s, residual=errors, left_out=left_out(rows)))
     columns = [*GROUP, "context_length", "tokens", "step_s", "fitted_s", "residual", "left_out"]
     return pd.concat(found)[columns] if found else pd.DataFrame(columns=columns)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 from bs4 import BeautifulSoup
+from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 
@@ -117,15 +118,13 @@ def page(notebooks, language, title="", *, provenance=None, warnings=(), other_l
     cells = _joined(sorted(cells, key=lambda cell: "closing" in _tags(cell)))  # limits and reruns end the page
     title = title or _take_title(cells)
     other = next(each for each in prose.LANGUAGES if each != language)
-    if other_language_href is None:
-        other_language_href = f"article.{other}.html"
     for output in _all_outputs(cells):
         _add_source_line(output, language)
     words = ("skip", "contents", "code", "other_language", "warnings", "provenance", "error")
     resources = {
         "lang": LANG[language],
         "other_lang": LANG[other],
-        "other_language_href": other_language_href,
+        "other_language_href": other_language_href or f"article.{other}.html",
         "title": title,
         "words": {key: prose.plain(f"page.{key}", language) for key in words},
         "warnings": [*warnings, *_failures(cells, language)],
@@ -215,7 +214,7 @@ def _finish(document, language):
     _number_figures(soup, main, language)
     headings = _settle_headings(soup, main, language)
     _make_tables_scroll(soup, main)
-    soup.find(id="toc").details.append(_contents(soup, [*headings, *soup.select("footer h2")]))
+    soup.find(id="toc").details.append(_contents([*headings, *soup.select("footer h2")]))
     return str(soup)
 
 
@@ -269,20 +268,15 @@ def _make_tables_scroll(soup, main):
         block["tabindex"] = "0"
 
 
-def _contents(soup, headings):
+def _contents(headings):
     """A list of the sections (h2) with their parts (h3)."""
-    entries, within = soup.new_tag("ol"), None
+    sections = []
     for heading in headings:
-        if heading.name not in ("h2", "h3"):
-            continue
-        entry, link = soup.new_tag("li"), soup.new_tag("a", href=f"#{heading['id']}")
-        link.string = heading.get_text().removesuffix("#").strip()
-        entry.append(link)
-        if heading.name == "h2" or within is None:
-            within = entry
-            entries.append(entry)
-        else:
-            if within.ol is None:
-                within.append(soup.new_tag("ol"))
-            within.ol.append(entry)
-    return entries
+        text = heading.get_text().removesuffix("#").strip()
+        link = Markup('<a href="#{}">{}</a>').format(heading["id"], text)
+        if heading.name == "h2" or heading.name == "h3" and not sections:
+            sections.append((link, []))
+        elif heading.name == "h3":
+            sections[-1][1].append(Markup("<li>{}</li>").format(link))
+    parts = [f"<li>{link}{'<ol>' + ''.join(within) + '</ol>' if within else ''}</li>" for link, within in sections]
+    return BeautifulSoup(f"<ol>{''.join(parts)}</ol>", "html.parser")

@@ -30,9 +30,8 @@ class Session:
         try:
             return self._answer(**request)
         except Exception as error:  # the process's border: the parent makes a record of it
-            refused = "refused" if isinstance(error, ValueError) else "failed"
-            status = "out_of_memory" if decoding.is_out_of_memory(error) else refused
-            return {"error": f"{type(error).__name__}: {error}", "status": status}
+            status, reason = decoding.failure(error)
+            return {"status": status, "error": reason}
 
     def _answer(self, ask: str, point: dict, entropy: list[int] | None = None, forked: bool = False) -> dict:
         if ask == "measure_ceiling":

@@ -260,11 +260,16 @@ def _attempt(run: Callable[[], Generation]) -> tuple[Generation | None, str, str
     """Return the result with its status and reason; the failed run's tensors are free when this returns."""
     try:
         return run(), "ok", None
-    except ValueError as error:
-        return None, "refused", str(error)
-    except (RuntimeError, MemoryError, TypeError, LookupError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        return None, "out_of_memory" if is_out_of_memory(error) else "failed", reason
+    except (ValueError, RuntimeError, MemoryError, TypeError, LookupError, AttributeError) as error:
+        return None, *failure(error)
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """Return the status of what failed like this, and the reason in one line."""
+    if isinstance(error, ValueError):
+        return "refused", str(error)
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return "out_of_memory" if is_out_of_memory(error) else "failed", reason
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -56,12 +56,13 @@ def _is(pynvml, error: Exception, *names: str) -> bool:
 
 
 def read(pynvml, name: str, *arguments, absent: tuple = (), **keywords):
-    """One NVML reading, or None where the card does not support it or the user may not see it.
+    """One NVML reading (some bindings hand out a name as bytes), or None where it is not supported or not allowed.
 
     `absent` names further errors that mean no more than that: there is no such thing.
     """
     try:
-        return getattr(pynvml, name)(*arguments, **keywords)
+        value = getattr(pynvml, name)(*arguments, **keywords)
+        return value.decode(errors="replace") if isinstance(value, bytes) else value
     except Exception as error:  # pynvml's error classes exist only when it is there
         if error_of(pynvml, error) is None and not _is(pynvml, error, *absent):
             raise
@@ -83,7 +84,7 @@ def handle(pynvml, uuid: str | None = None):
     if first.startswith("MIG-"):
         return read(pynvml, "nvmlDeviceGetHandleByUUID", first, absent=("NotFound", "InvalidArgument"))
     devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)] if first.startswith("GPU-") else []
-    named = [(device, as_text(read(pynvml, "nvmlDeviceGetUUID", device)) or "") for device in devices]
+    named = [(device, read(pynvml, "nvmlDeviceGetUUID", device) or "") for device in devices]
     return next((device for device, found in named if found.startswith(first)), None)  # CUDA takes the beginning too
 
 
@@ -105,17 +106,12 @@ def card() -> dict | None:
         power_limit_mw = read(pynvml, "nvmlDeviceGetEnforcedPowerLimit", device)
         memory = memory_info(pynvml, device)
         return {
-            "model": as_text(read(pynvml, "nvmlDeviceGetName", device)) or "unknown",
-            "uuid": as_text(read(pynvml, "nvmlDeviceGetUUID", device)),
-            "driver": as_text(read(pynvml, "nvmlSystemGetDriverVersion")),
+            "model": read(pynvml, "nvmlDeviceGetName", device) or "unknown",
+            "uuid": read(pynvml, "nvmlDeviceGetUUID", device),
+            "driver": read(pynvml, "nvmlSystemGetDriverVersion"),
             "power_limit_w": None if power_limit_mw is None else power_limit_mw * MILLI,
             "memory_bytes": memory.total if memory else None,
         }
-
-
-def as_text(value: str | bytes | None) -> str | None:
-    """A name as text; some bindings hand out bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 class CardSensor:
@@ -129,7 +125,7 @@ class CardSensor:
         if self._nvml and self._device is None:
             self.absence = "no card is visible (CUDA_VISIBLE_DEVICES)"
         there = self._device is not None
-        self.uuid = as_text(read(self._nvml, "nvmlDeviceGetUUID", self._device)) if there else None
+        self.uuid = read(self._nvml, "nvmlDeviceGetUUID", self._device) if there else None
 
     def close(self) -> None:
         if self._nvml:
