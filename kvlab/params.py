@@ -24,6 +24,7 @@ CHOICES = {
 HIGHEST = 1_000_000
 UPPER = {"threads": 256, "server_threads": 256, "concurrencies": 4096, "batch_size": 4096, "repetitions": 1000,
          "eager_repetitions": 1000, "serving_repetitions": 1000, "step_curve_repetitions": 1000,
+         "most_repetitions": 1000, "interval_within": 10,
          "kv_cache_space_gib": 10_000, "request_timeout_s": 604_800, "startup_timeout_s": 86_400}  # fmt: skip
 LONGEST_TEXT = 1000
 # No foreign code, loopback only, safetensors only, no secret on a command line, and what kvlab sets itself.
@@ -31,7 +32,7 @@ REFUSED_ARGUMENTS = ("trust-remote-code", "host", "load-format", "config", "midd
                      "worker-cls", "worker-extension-cls", "logits-processors", "uds", "api-key", "port", "model",
                      "served-model-name")  # fmt: skip
 MAY_BE_ZERO = {"seed", "output_jitter", "step_curve_repetitions", "memory_repetitions", "full_cache_space_gib"}
-MAY_BE_ZERO |= {"price_per_hour"}
+MAY_BE_ZERO |= {"price_per_hour", "interval_within"}
 MAY_BE_EMPTY = {"concurrencies", "open_loop_rates", "shared_prefix_lengths", "slice_layers"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 WRITTEN = {"int": "a whole number such as 2", "float": "a number such as 0.5", "bool": "true or false",
