@@ -16,6 +16,7 @@ from kvlab.params import all_declared, longest_served_output, output_tokens_at
 from kvlab.records import Store, done, environments, key, remember_environment
 
 SLICED_MODEL = "qwen2.5-7b"  # whose first layers stand for a large model where a large one does not fit
+MORE_REPETITIONS = 3  # at a time, of a point that is not sure enough
 
 
 def model_point(p: SimpleNamespace) -> dict:
@@ -136,13 +137,29 @@ def memory_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     return [(point, p.memory_repetitions) for point in points if p.memory_repetitions]
 
 
+def speedup_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
+    """S1b: (point, repetitions) of all whose speed-up is quoted; some may come twice."""
+    return length_points(p) + output_points(p) + cache_kind_points(p)
+
+
 def on_off_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     """S1b: every pair once, with the most repetitions that any chart asks for."""
     most: dict[str, tuple[dict, int]] = {}
-    for point, repetitions in length_points(p) + output_points(p) + cache_kind_points(p) + curve_points(p):
+    for point, repetitions in speedup_points(p) + curve_points(p):
         name = key({"point": point, "repetition": 0})
         most[name] = (point, max(repetitions, most.get(name, (point, 0))[1]))
     return list(most.values())
+
+
+def unsure_points(found: list[dict], p: SimpleNamespace, too_wide) -> list[tuple[dict, int]]:
+    """S1b: points whose speed-up has too wide an interval as yet, with a few repetitions more than are recorded."""
+    more = {}
+    for point, _ in speedup_points(p) if p.interval_within else ():
+        mine = [r for r in found if r["point"] == point and not is_control(r)]
+        n = max((r["repetition"] for r in mine), default=0)
+        if n < p.most_repetitions and too_wide(mine, p.interval_within):
+            more[key({"point": point, "repetition": 0})] = (point, min(n + MORE_REPETITIONS, p.most_repetitions))
+    return list(more.values())
 
 
 def unusual(p: SimpleNamespace, *names: str) -> dict:
@@ -314,11 +331,12 @@ def is_control(record: dict) -> bool:
     return bool(record.get("control") or record.get("negative_control"))
 
 
-def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
+def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None, too_wide=None) -> None:
     """Measure what S1b lacks: each repetition in a process of its own, points shuffled, a control first and last.
 
     `open_worker()` is a context manager; its `.measure_pair(point, repetition, control)` returns both arms' records.
     `forecast` says what memory a point will need (see `analyse.footprint`); what it announced may run out.
+    `too_wide(records, share)` says of one point's records whether `interval_within` asks for more of them.
     """
     store = run.store("s1b")
     found = store.load()
@@ -326,10 +344,24 @@ def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
     unweighed = missing(found, "memory", memory_points(p), p.remeasure)
     announce([point for point, _ in pending + unweighed], forecast)
     progress = Progress("S1b", len(pending) + len(unweighed))
+    pairs(store, p, pending, open_worker, forecast, progress)
+    if unweighed:
+        with open_worker(for_memory=True) as worker:
+            for point, repetition in unweighed:
+                keep(store, worker.measure_memory(point, repetition), forecast=forecast)
+                progress.done(f"memory, {point['attention']} {point['context_length']} tokens")
+    while unsure := unsure_points(store.load(), p, too_wide):
+        pending = missing(store.load(), "generation", unsure)
+        progress = Progress("S1b, until the intervals are narrow enough", len(pending))
+        pairs(store, p, pending, open_worker, forecast, progress)
+
+
+def pairs(store: Store, p: SimpleNamespace, pending: list, open_worker, forecast, progress: "Progress") -> None:
+    """Measure pairs of arms, (point, repetition) each: a process per repetition, a control first and last in it."""
+    control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
     for repetition in sorted({r for _, r in pending}):
         points = [point for point, r in pending if r == repetition]
         random.Random(f"{p.seed}/{repetition}").shuffle(points)
-        control = on_off_point(p, p.attention_kernels[-1], *shortest(p))
         with open_worker() as worker:
             for point in [control, *points, control]:
                 keep(store, worker.measure_pair(point, repetition, control=point is control), forecast=forecast)
@@ -337,11 +369,6 @@ def on_off(run: Run, p: SimpleNamespace, open_worker, forecast=None) -> None:
                     progress.done(f"{point['attention']} {point['context_length']} tokens, repetition {repetition}")
             if repetition == 1:  # once: a pair with the cache silently off in both arms, which has to be refused
                 keep(store, worker.measure_pair(control, repetition, negative_control=True))
-    if unweighed:
-        with open_worker(for_memory=True) as worker:
-            for point, repetition in unweighed:
-                keep(store, worker.measure_memory(point, repetition), forecast=forecast)
-                progress.done(f"memory, {point['attention']} {point['context_length']} tokens")
 
 
 def machine(run: Run, p: SimpleNamespace, open_worker) -> None:

@@ -254,3 +254,15 @@ def test_a_saturated_client_says_so():
     late = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.2, 0.3])])
     quiet = summary.points([request(0), request(1), serving_point(event_loop_lag_s=[0.0002, 0.3])])
     assert late["client_saturated"].item() and not quiet["client_saturated"].item()
+
+
+def test_a_speedup_is_sure_when_its_interval_lies_within_the_share_asked_for():
+    def two(name, step_s):
+        return [generation(True, name), generation(False, name, step_s)]
+
+    steady = sum((two(n, 0.5) for n in range(6)), [])
+    noisy = steady[:-2] + two(5, 0.8)
+    assert not findings.too_wide(steady, 0.1) and findings.too_wide(noisy, 0.1)
+    assert findings.too_wide(steady[:2], 0.1), "one pair has no interval yet"
+    refused = [record | {"cache_lengths": None} for record in steady if record["use_cache"]] + steady[1::2]
+    assert not findings.too_wide(refused, 0.1), "more of what is refused narrows nothing"

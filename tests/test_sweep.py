@@ -242,3 +242,16 @@ def test_open_loop_points_state_their_rate():
     assert [(x["loop"], x["concurrency"], x["request_rate_per_s"]) for x in points] == [
         ("open", None, 0.5), ("open", None, 2.0),
     ]  # fmt: skip
+
+
+def test_points_are_measured_again_until_they_are_sure_or_the_repetitions_used_up(run):
+    p, worker = smoke(interval_within=0.1, most_repetitions=4), FakeWorker()
+    sweep.on_off(run, p, worker, None, lambda found, share: found[0]["point"]["context_length"] == 32)
+    counted = [sum(asked[:2] == ("sdpa", n) for asked in worker.asked) for n in (16, 32)]
+    assert counted[1] == 4 and {r for _, n, r in worker.asked if n == 32} == {1, 2, 3, 4}
+    assert {r for kernel, n, r in worker.asked if (kernel, n) == ("eager", 16)} == {1, 2}
+
+
+def test_without_a_wish_for_sureness_nothing_is_measured_again(run):
+    sweep.on_off(run, smoke(), worker := FakeWorker(), None, lambda found, share: True)
+    assert worker.opened == 2

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from kvlab.analyse import summary
 from kvlab.analyse.summary import Estimate, arm, headline, interval, measured
 
 CONTROL_LOW, CONTROL_HIGH = 0.9, 1.1  # TTFT of both arms is the same forward pass: its paired ratio must lie inside
@@ -24,6 +25,21 @@ class Answer:
 def proven(pairs: pd.DataFrame) -> pd.DataFrame:
     """Pairs that count: not refused, and not the control that only watches for drift."""
     return measured(pairs[pairs["refusal"].isna()])
+
+
+def too_wide(records: list[dict], share: float) -> bool:
+    """Whether a speed-up of one point's pairs has an interval that reaches further than `share` of its median.
+
+    False for a point without any proven pair: there is no interval to narrow.
+    """
+    rows = proven(summary.pairs(records))
+    estimates = [interval(rows[name]) for name in ("tpot_speedup", "total_speedup")]
+    return any(e.n and not reach(e) <= share for e in estimates)
+
+
+def reach(estimate: Estimate) -> float:
+    """How far an interval reaches from its median, as a share of it; NaN for a single value."""
+    return max(estimate.high - estimate.median, estimate.median - estimate.low) / estimate.median
 
 
 def per_repetition(pairs: pd.DataFrame, value: str) -> pd.Series:

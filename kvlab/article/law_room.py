@@ -2,7 +2,9 @@
 
 import math
 
-from kvlab.analyse import law, summary
+import pandas as pd
+
+from kvlab.analyse import findings, law, summary
 from kvlab.article import drawing, prose, readings
 from kvlab.article.charts import ARMS, kernel_panels
 from kvlab.article.drawing import COLOUR, chart, label, read_by
@@ -231,6 +233,20 @@ def agreement(pairs, language, source):
     for row in different.sort_values("margin").to_dict("records")[:3]:
         names = ("context_length", "first_difference", "margin")
         prose.say("law.first_difference", language, source=source, **{name: row[name] for name in names})
+
+
+def sureness(pairs, within, language, source):
+    """The speed-up that is least sure, and whether points were measured again until they were surer."""
+    rows = findings.proven(pairs)
+    by = ["attention", "context_length"]
+    found = pd.concat([summary.intervals(rows, by, name) for name in ("tpot_speedup", "total_speedup")])
+    found = found.assign(reach=findings.reach(found)).dropna()
+    if len(found):
+        widest = found.loc[found["reach"].idxmax(), [*by, "n", "reach"]].to_dict()
+        widest["kernel"] = readings.kernel_name(widest.pop("attention"))
+        prose.say("law.least_sure", language, source=source, **widest)
+    if within:
+        prose.say("law.measured_again", language, source=source, share=within)
 
 
 def cache_kinds(generations, language, source):
