@@ -90,9 +90,7 @@ class _StepNotes(NamedTuple):
     logits: torch.Tensor | None  # (batch, vocabulary)
 
 
-def _generation(
-    watch: timing.Stopwatch, notes: list[_StepNotes], past: object, fed_sequence: bool
-) -> Generation:
+def _generation(watch: timing.Stopwatch, notes: list[_StepNotes], past: object, fed_sequence: bool) -> Generation:
     single = len(notes[0].tokens) == 1
     return Generation(
         arrival_times_s=watch.times_s,
@@ -111,8 +109,7 @@ def _check_positions(model: torch.nn.Module, prompt_tokens: int, output_tokens: 
     limit = weights.max_positions(model.config)
     if output_tokens < 1 or prompt_tokens + output_tokens > limit:
         raise ValueError(
-            f"{prompt_tokens} prompt tokens and {output_tokens} output tokens"
-            f" do not fit the model's {limit} positions"
+            f"{prompt_tokens} prompt tokens and {output_tokens} output tokens do not fit the model's {limit} positions"
         )
 
 
