@@ -28,9 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="measure what a profile lacks and write its page")
     command.add_argument("--profile", default="cpu", help="name of a file in params/, or auto (default: %(default)s)")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="name=value", help="override a parameter"
-    )
+    command.add_argument("--set", action="append", default=[], metavar="name=value", help="override a parameter")
     command = commands.add_parser("compare", help="set two profiles' runs side by side in a small page")
     command.add_argument("profiles", nargs=2, metavar="profile")
     command = commands.add_parser("race", help="write the recorded long generation, both arms, as an animated picture")

@@ -53,9 +53,7 @@ def declared(notebook: Path) -> dict[str, tuple[str, object]]:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        raise ParameterError(
-            f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one"
-        )
+        raise ParameterError(f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one")
     found = {}
     for statement in ast.parse("".join(tagged[0]["source"])).body:
         if not isinstance(statement, ast.AnnAssign):
@@ -80,9 +78,7 @@ def profile_path(profile: str) -> Path:
     if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", profile) and path.exists():
         return path
     names = sorted(p.stem for p in paths.PARAMS.glob("*.yaml"))
-    raise ParameterError(
-        f"no profile {profile!r} in params/; there are: {', '.join(names)}{nearest(profile, names)}"
-    )
+    raise ParameterError(f"no profile {profile!r} in params/; there are: {', '.join(names)}{nearest(profile, names)}")
 
 
 def load(profile: str, assignments: list[str] = ()) -> dict:
@@ -194,7 +190,7 @@ def check_type(name: str, value: object, annotation: str, where: str) -> None:
     if inner and isinstance(value, list) and all(has_type(item, inner[1]) for item in value):
         return
     if inner:
-        example = '[eager, sdpa]' if inner[1] == "str" else "[1, 2]"
+        example = "[eager, sdpa]" if inner[1] == "str" else "[1, 2]"
         raise ParameterError(f"{where}: {name} must be a list such as {example}, not {shown(value)}")
     if not has_type(value, annotation):
         raise ParameterError(f"{where}: {name} must be {WRITTEN[annotation]}, not {shown(value)}")
@@ -275,9 +271,7 @@ def check_secrets(values: dict, where: str) -> None:
 def longest_sequence(values: dict) -> tuple[str, int, int]:
     """Of all sequences of a run the longest: the parameter it comes from, its context and its output, in tokens."""
     served = longest_served_output(values)
-    candidates = [
-        ("context_lengths", length, output_tokens_at(values, length)) for length in values["context_lengths"]
-    ]
+    candidates = [("context_lengths", length, output_tokens_at(values, length)) for length in values["context_lengths"]]
     candidates += [("context_lengths", max(values["context_lengths"]), served)]
     candidates += [
         ("step_curve_context_length", values["step_curve_context_length"], values["step_curve_output_tokens"])

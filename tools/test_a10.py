@@ -181,7 +181,7 @@ def report():
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "KVLAB_OUTPUT": folder}
         command = [sys.executable, "-m", "kvlab", "report", "--profile", "a10", "--set", assignments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
         stopped = re.findall(r"^kvlab: (\d\d_\w+ stopped: .*)$", done.stderr, re.MULTILINE)
         pages = list(Path(folder).rglob("article.*.html"))
         records = list(Path(folder).rglob("s1b.jsonl"))

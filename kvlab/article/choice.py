@@ -167,4 +167,4 @@ class Picture:
     def _round_ends(self, ax) -> tuple[int, int]:
         """Places in ROUND just below and above all that the axes' lines show."""
         heights = [y for line in ax.lines if line in self._moving for y in line.get_ydata()]
-        return int(ROUND.searchsorted(min(heights) / 1.1)) - 1, int(ROUND.searchsorted(max(heights) * 1.1))
+        return int(ROUND.searchsorted(np.nanmin(heights) / 1.1)) - 1, int(ROUND.searchsorted(np.nanmax(heights) * 1.1))
