@@ -176,7 +176,8 @@ def report():
         "long_context_from=64 long_context_output_tokens=3 repetitions=1 eager_repetitions=1 concurrencies=[1] "
         "step_curve_context_length=32 step_curve_output_tokens=6 step_curve_repetitions=1 serving_context_length=32 "
         "serving_output_tokens=4 reuse_context_length=64 shared_prefix_lengths=[32] output_lengths=[2,4] "
-        "output_lengths_context=32 startup_timeout_s=120 server_arguments=--kvlab-no-such-option"
+        "output_lengths_context=32 output_repetitions=1 anatomy_repetitions=1 ceiling_repetitions=1 "
+        "bandwidth_buffer_mib=64 startup_timeout_s=120 server_arguments=--kvlab-no-such-option"
     )
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "KVLAB_OUTPUT": folder}
