@@ -6,7 +6,7 @@ the clock stands still meanwhile. A window that is not sampled has the sampler's
 switch itself is the same. A block's ratio is that of the windows' times, and the interval of the blocks' median is by
 order statistics. `--times-as-often 20` samples that much more than a measurement does and tells the effect of the usual
 rate as that part of what it finds: samples cost what they cost, and a large effect is seen sooner than a small one.
-    python benchmarks/telemetry_overhead.py --blocks 230 --context-length 128 --window-tokens 10
+    python benchmarks/telemetry_overhead.py --blocks 150 --context-length 64 --window-tokens 6
 """
 
 import argparse
@@ -78,9 +78,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=models.DEFAULT)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--blocks", type=int, default=230)
-    parser.add_argument("--context-length", type=int, default=128)
-    parser.add_argument("--window-tokens", type=int, default=10)
+    parser.add_argument("--blocks", type=int, default=150)
+    parser.add_argument("--context-length", type=int, default=64)
+    parser.add_argument("--window-tokens", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--times-as-often", type=int, default=1)
     return parser.parse_args()
