@@ -20,8 +20,9 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "a10.txt"
 TESTS = (
-    "anatomy", "charts", "cost", "decoding", "definitions", "doctor", "environment", "hub", "law", "models", "params",
-    "predict", "private", "prompts", "prose", "provenance", "records", "stream", "summary", "sweep", "telemetry", "worker",
+    "anatomy", "charts", "decoding", "definitions", "doctor", "environment", "hub", "law", "models",
+    "params", "predict", "private", "prompts", "prose", "provenance", "records", "stream", "summary", "sweep",
+    "telemetry", "worker",
 )  # fmt: skip
 RECORDED = ROOT / "results" / "cpu" / "s1b.jsonl"  # tokens that the CPU stack chose, prompts and all known by seed
 NOT_IN_0_7_3 = {"prefix_queries", "prefix_hits"}  # it has a gauge of the hit rate only
