@@ -1,16 +1,24 @@
-"""kvlab's timed loop against a bare loop by hand (budget: 1 % of TPOT) and against Transformers' own generate().
+"""kvlab's timed loop against a bare loop by hand (budget: 1 % of TPOT), and Transformers' own generate() against it.
 
-All three decode the same prompt with the same model and cache, and must choose the same tokens before they race. A
-block runs them in random order and then in that order backwards, so that drift falls on all alike; a block's ratio is
-that of geometric means, and the interval of the blocks' median is by order statistics, which a noisy block cannot move.
-    python benchmarks/harness_overhead.py --blocks 60 --context-length 16 --output-tokens 9
+The two run in step in one thread: when a loop holds a token it calls `HandOver`, which reads its clock, lets the bare
+loop take as many steps, each timed by the same clock, and reads the clock again on the way back. So every step has
+its partner milliseconds away, at the same cache length and in random order, and neither loop's time holds the
+other's. A loop's time is all that it does from one token to the next. Both work on the same weights; the bare loop
+calls a copy of the modules around them, without the hook that kvlab sets. One generation is a block; its ratio is
+that of the sums over its steps, and the interval of the blocks' median is by order statistics: a noisy block cannot
+move it, and steps that depend on each other stay in one block. The bare loop against itself shows what the method
+adds: nothing, or it is wrong.
+    python benchmarks/harness_overhead.py --blocks 100 --context-length 16 --output-tokens 17
 """
 
 import argparse
+import copy
 import gc
-import math
+import itertools
 import random
+import statistics
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import DynamicCache
@@ -18,83 +26,108 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvlab import models, weights
 from kvlab.analyse import summary
-from kvlab.measure import decoding, timing
+from kvlab.measure import decoding
 from kvlab.prompts import token_ids
 
 BUDGET = 0.01
+OTHERS = 6  # a block of each other loop comes with this many of kvlab's
 
 
-def bare(model: torch.nn.Module, prompt: list[int], output_tokens: int) -> tuple[float, list[int]]:
-    """TPOT and tokens of a cached greedy loop that keeps nothing but the first and the last time stamp."""
-    chosen = []
-    with torch.inference_mode():
-        cache, ids = DynamicCache(), torch.tensor([prompt])  # (1, prompt_tokens)
-        for step in range(output_tokens):
-            answer = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids = answer.logits[:, -1].argmax(dim=-1, keepdim=True)  # (1, 1)
-            chosen.append(int(ids))
-            if step == 0:
-                first_s = time.perf_counter()
-        return (time.perf_counter() - first_s) / (output_tokens - 1), chosen
+def steps(model: torch.nn.Module, prompt: list[int]) -> Iterator[int]:
+    """A bare cached greedy loop: token after token."""
+    cache, ids = DynamicCache(), torch.tensor([prompt])  # (1, prompt_tokens)
+    while True:
+        answer = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        ids = answer.logits[:, -1].argmax(dim=-1, keepdim=True)  # (1, 1)
+        yield int(ids)
 
 
-def kvlab(model: torch.nn.Module, prompt: list[int], output_tokens: int) -> tuple[float, list[int]]:
-    """TPOT and tokens of the same work by kvlab's loop, from its own record."""
-    made = decoding.generate(model, prompt, output_tokens, True, timing.synchronizer("cpu"))
-    return (made.arrival_times_s[-1] - made.arrival_times_s[0]) / (output_tokens - 1), made.token_ids
+class HandOver(BaseStreamer):
+    """Called before the prefill and after each token of the loop that is measured; runs the bare loop's partners."""
 
+    def __init__(self, partner: Iterator[int], output_tokens: int, rng: random.Random) -> None:
+        goes_second = [True, *rng.choices([True, False], k=output_tokens - 1)]  # partner i, the prefill's being 0
+        ahead = [not second for second in goes_second[1:]] + [False]
+        self._turns = iter(map(sum, zip(goes_second, ahead)))  # steps of the partner after each step of the loop
+        self._partner, self._resumed_s = partner, None
+        self.loop_s, self.partner_s, self.partner_tokens = [], [], []
 
-class Arrivals(BaseStreamer):
-    """Notes when generate() hands over each token; what it hands over first is the prompt."""
+    def __call__(self, *_: object) -> None:
+        now_s = time.perf_counter()
+        if self._resumed_s is not None:
+            self.loop_s.append(now_s - self._resumed_s)
+            with torch.inference_mode():
+                for _ in range(next(self._turns)):
+                    start_s = time.perf_counter()
+                    self.partner_tokens.append(next(self._partner))
+                    self.partner_s.append(time.perf_counter() - start_s)
+        self._resumed_s = time.perf_counter()
 
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times_s.append(time.perf_counter())
+    put = __call__  # what generate() calls, with the prompt first
 
     def end(self) -> None:
         pass
 
+    def ratios(self) -> tuple[float, float]:
+        """TPOT of the loop over that of its partner, and the median of its steps' own ratios; without the prefills."""
+        pairs = zip(self.loop_s[1:], self.partner_s[1:])
+        return sum(self.loop_s[1:]) / sum(self.partner_s[1:]), statistics.median(one / other for one, other in pairs)
 
-def generate(model: torch.nn.Module, prompt: list[int], output_tokens: int) -> tuple[float, list[int]]:
-    """TPOT and tokens of Transformers' generate(), greedy, no token ending it early."""
-    ids, seen = torch.tensor([prompt]), Arrivals()
+
+def kvlab(model: torch.nn.Module, prompt: list[int], output_tokens: int, hand_over: HandOver) -> list[int]:
+    """kvlab's whole loop; it waits for its device before each reading of its clock, and here hands over instead."""
+    return decoding.generate(model, prompt, output_tokens, True, hand_over).token_ids
+
+
+def bare(model: torch.nn.Module, prompt: list[int], output_tokens: int, hand_over: HandOver) -> list[int]:
+    """The bare loop in the place of a measured one."""
+    hand_over()
+    with torch.inference_mode():
+        return [(token, hand_over())[0] for token in itertools.islice(steps(model, prompt), output_tokens)]
+
+
+def generate(model: torch.nn.Module, prompt: list[int], output_tokens: int, hand_over: HandOver) -> list[int]:
+    """Transformers' generate(), greedy, no token ending it early."""
+    ids = torch.tensor([prompt])
     asked = {"max_new_tokens": output_tokens, "do_sample": False, "pad_token_id": 0}
-    answer = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=seen, **asked)
-    times_s = seen.times_s[1:]
-    return (times_s[-1] - times_s[0]) / (output_tokens - 1), answer[0, len(prompt) :].tolist()
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=hand_over, **asked)
+    return answer[0, len(prompt) :].tolist()
 
 
-LOOPS = (kvlab, bare, generate)
+def block(
+    loop: Callable, model: torch.nn.Module, twin: torch.nn.Module, asked, rng: random.Random
+) -> tuple[float, float]:
+    """Run one generation beside the bare loop's; SystemExit unless both choose the same tokens."""
+    prompt = token_ids(asked.context_length, 0, 0, model.config.vocab_size)
+    hand_over = HandOver(steps(twin, prompt), asked.output_tokens, rng)
+    tokens = loop(model, prompt, asked.output_tokens, hand_over)
+    if tokens != hand_over.partner_tokens:
+        raise SystemExit(f"the loops choose different tokens: {tokens}, {hand_over.partner_tokens}")
+    return hand_over.ratios()
 
 
-def block(model: torch.nn.Module, prompt: list[int], output_tokens: int, rng: random.Random) -> dict[str, float]:
-    """Geometric mean of each loop's TPOT in seconds over one block, by the loop's name."""
-    order = rng.sample(LOOPS, len(LOOPS))
-    logs: dict[str, float] = dict.fromkeys((loop.__name__ for loop in LOOPS), 0.0)
-    for loop in order + order[::-1]:
-        logs[loop.__name__] += math.log(loop(model, prompt, output_tokens)[0]) / 2
-    return {name: math.exp(value) for name, value in logs.items()}
+def told(name: str, ratios: list[tuple[float, float]]) -> summary.Estimate:
+    """Print by how much a loop's TPOT exceeds the bare loop's, and its middle step the partner's; return the first."""
+    tpot, step = (summary.interval(values) for values in zip(*ratios))
+    for what, found in (("TPOT", tpot), ("middle step", step)):
+        print(
+            f"{name} over bare, {what}: {found.median - 1:+.2%}, 95 % interval {found.low - 1:+.2%} to "
+            f"{found.high - 1:+.2%}, n = {found.n} blocks"
+        )
+    return tpot
 
 
-def compare(blocks: list[dict[str, float]], one: str, other: str) -> summary.Estimate:
-    """Print and return by how much one loop's TPOT exceeds the other's."""
-    found = summary.interval([each[one] / each[other] for each in blocks])
-    added_s = summary.interval([each[other] for each in blocks]).median * (found.median - 1)
-    print(
-        f"{one} over {other}: {found.median - 1:+.2%}, 95 % interval {found.low - 1:+.2%} to {found.high - 1:+.2%}, "
-        f"n = {found.n} blocks; {added_s * 1e6:+.0f} us a token"
-    )
-    return found
+def same_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the modules around the very same parameters and buffers."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=models.DEFAULT)
-    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--blocks", type=int, default=100)
     parser.add_argument("--context-length", type=int, default=16)
-    parser.add_argument("--output-tokens", type=int, default=9)
+    parser.add_argument("--output-tokens", type=int, default=17)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
@@ -104,18 +137,19 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     model = weights.load(models.resolve(asked.model), "float32", "cpu", "sdpa")
     model.generation_config.eos_token_id = None  # no token ends generate() early
-    prompt = token_ids(asked.context_length, 0, 0, model.config.vocab_size)
-    tokens = [loop(model, prompt, asked.output_tokens)[1] for loop in LOOPS]  # also the warm-up
-    if not tokens[0] == tokens[1] == tokens[2]:
-        raise SystemExit(f"the loops choose different tokens: {tokens}")
+    twin, rng, loops = same_weights(model), random.Random(0), (kvlab, bare, generate)
+    for loop in loops:  # the warm-up
+        block(loop, model, twin, asked, rng)
     gc.collect()
     gc.freeze()
-    rng = random.Random(0)
-    blocks = [block(model, prompt, asked.output_tokens, rng) for _ in range(asked.blocks)]
-    overhead = compare(blocks, "kvlab", "bare")
+    ratios: dict[Callable, list[tuple[float, float]]] = {loop: [] for loop in loops}
+    for number in range(asked.blocks):
+        for loop in loops if number % OTHERS == 0 else (kvlab,):
+            ratios[loop].append(block(loop, model, twin, asked, rng))
+    overhead = told("kvlab", ratios[kvlab])
     print(f"upper bound within {BUDGET:.0%}: {'yes' if overhead.high - 1 <= BUDGET else 'no'}")
-    compare(blocks, "kvlab", "generate")
-    compare(blocks, "generate", "bare")
+    told("bare (a check of the method)", ratios[bare])
+    told("generate", ratios[generate])
     print(
         "What generate() adds to a bare loop is its own work at every token: inputs, positions and masks prepared, "
         "logits processors and stopping criteria asked. kvlab's loop has none of it."

@@ -18,6 +18,7 @@ from kvlab.measure import provenance
 from kvlab.measure.worker import Worker
 
 LENGTHS = tuple(2**power for power in range(4, 16))
+OUTPUTS = tuple(2**power for power in range(1, 10))
 REDRAW_S = 0.3
 MINE = "mine"  # the profile that is exported
 
@@ -67,6 +68,7 @@ class Explorer:
             chosen = self.chosen()
             self._numbers.value = choice.table(chosen, self._language)
             self._chart.value = self._picture.draw(chosen, self._on_chart())
+            self._said.value *= not self._buttons["stop"].disabled  # when idle: it was about another choice
         except ValueError as error:  # such as a precision whose speed this machine's records do not hold
             self._say("failed", reason=str(error))
 
@@ -82,7 +84,7 @@ class Explorer:
         lengths = sorted({*self._lengths(), *p.context_lengths})
         made = {
             "context": slider(options=lengths, value=middle),
-            "output_tokens": slider(options=[2, 4, 8, 16, 32, 64, 128, 256, 512], value=32),
+            "output_tokens": slider(options=sorted({*OUTPUTS, p.output_tokens}), value=p.output_tokens),
             "batch": slider(options=[1, 2, 4, 8, 16, 32, 64], value=1),
             "model": choose(options=list(self._models)),
             "machine": choose(options=list(self._machines)),
@@ -130,18 +132,17 @@ class Explorer:
 
     def _measure(self) -> None:
         """Measure the chosen point for real, in the background, and keep its records."""
-        if self._controls["model"].value != self._source.name:
-            return self._say("other_model", model=self._source.name)
         self._in_background(self._measured_pair, self._point())
 
     def _measured_pair(self, point: dict) -> None:
         p = self._parameters
+        self._say("loading")
         with report.exclusive(p.profile), Worker(self._source, point["dtype"], p.device, p.threads, p.seed) as worker:
             self._worker = worker
             run = sweep.begin(p, provenance.environment())
             repetition = 1 + max((r["repetition"] for r in run.records("s1b", [(point, 1)])), default=0)
             self._say("measuring", context_length=point["context_length"], output_tokens=point["output_tokens"])
-            records = worker.measure_pair(point, repetition)
+            records = [] if self._stop.is_set() else worker.measure_pair(point, repetition)
             if self._stop.is_set():
                 return self._say("stopped")
             report.mark_stale(p.profile)
@@ -156,8 +157,6 @@ class Explorer:
 
     def _watch(self) -> None:
         """Generate with the cache and without it in this kernel, and draw every token as it comes; records nothing."""
-        if self._controls["model"].value != self._source.name:
-            return self._say("other_model", model=self._source.name)
         self._in_background(self._raced, self.chosen().case)
 
     def _raced(self, case: Case) -> None:
@@ -186,7 +185,9 @@ class Explorer:
         self._say("watched", ratio=arrivals[False][-1] / arrivals[True][-1])
 
     def _in_background(self, work, *arguments) -> None:
-        """Run `work` in a thread: the kernel stays free for moves and for the stop button."""
+        """Run `work` on the loaded model in a thread: the kernel stays free for moves and for the stop button."""
+        if self._controls["model"].value != self._source.name:
+            return self._say("other_model", model=self._source.name)
         self._stop.clear()
         self._busy(True)
 
@@ -214,12 +215,14 @@ class Explorer:
     # --- what is taken home
 
     def _export(self) -> None:
-        """Write params/mine.yaml: this profile with the chosen length among its context lengths."""
+        """Write params/mine.yaml: this profile with the chosen context length among its own, and the chosen output."""
         given = yaml.safe_load(params.profile_path(self._parameters.profile).read_text(encoding="utf-8"))
-        lengths = sorted({*self._parameters.context_lengths, self.chosen().case.context})
-        text = yaml.safe_dump(given | {"context_lengths": lengths}, sort_keys=False, default_flow_style=None)
+        case = self.chosen().case
+        lengths = sorted({*self._parameters.context_lengths, case.context})
+        asked = given | {"context_lengths": lengths, "output_tokens": case.output_tokens}
+        text = yaml.safe_dump(asked, sort_keys=False, default_flow_style=None)
         paths.replace(paths.PARAMS / f"{MINE}.yaml", text)
-        self._say("exported", lengths=", ".join(map(str, lengths)))
+        self._say("exported", lengths=", ".join(map(str, lengths)), output_tokens=case.output_tokens)
 
 
 def machines(profile: str) -> dict[str, Machine]:

@@ -8,9 +8,7 @@ BLOCK_TOKENS = 16  # prefix caches share whole blocks; two prompts that differ h
 NUMBER_BITS = 32  # seeds and indices below 2**32 are told apart
 
 
-def token_ids(
-    length: int, seed: int, index: int, vocab_size: int, forbidden_ids: Iterable[int] = ()
-) -> list[int]:
+def token_ids(length: int, seed: int, index: int, vocab_size: int, forbidden_ids: Iterable[int] = ()) -> list[int]:
     """Return `length` token ids for prompt number `index` of `seed`, the same on every machine.
 
     The first tokens spell out index and seed, so two prompts differ within their first block; one too

@@ -115,6 +115,8 @@ def test_before_set_up_the_disk_that_the_readme_names_is_what_the_doctor_counts(
     weights = doctor.download_bytes(doctor.profile_values("a10"))
     counted = (doctor.ENVIRONMENT_BYTES["a10"], weights, doctor.WORKING_BYTES)
     assert parts == [math.ceil(part / GIB) for part in counted] and total == sum(parts)
+    without_card = int(re.search(r"(\d+) GiB of disk \(", readme).group(1))
+    assert without_card * GIB == doctor.ENVIRONMENT_BYTES["cpu"] + doctor.WORKING_BYTES
     usage.free = total * GIB
     assert "disk" not in failing()
     usage.free = (total - 1) * GIB

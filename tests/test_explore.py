@@ -55,9 +55,10 @@ def test_the_exported_profile_is_one_that_the_report_accepts(explorer, tmp_path,
     monkeypatch.setattr(paths, "PARAMS", tmp_path)
     shutil.copy(paths.ROOT / "params" / "smoke.yaml", tmp_path)
     explorer._controls["context"].value = 256
+    explorer._controls["output_tokens"].value = 16
     explorer._export()
     assert 256 in yaml.safe_load((tmp_path / "mine.yaml").read_text())["context_lengths"]
-    assert 256 in params.load("mine")["context_lengths"]
+    assert 256 in params.load("mine")["context_lengths"] and params.load("mine")["output_tokens"] == 16
 
 
 def test_both_languages_label_every_control(output):

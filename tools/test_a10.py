@@ -20,8 +20,9 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "a10.txt"
 TESTS = (
-    "charts", "decoding", "definitions", "doctor", "environment", "hub", "models", "params", "private", "prompts",
-    "prose", "provenance", "records", "stream", "summary", "sweep", "telemetry", "worker",
+    "anatomy", "charts", "decoding", "definitions", "doctor", "environment", "hub", "law", "models",
+    "params", "predict", "private", "prompts", "prose", "provenance", "records", "stream", "summary", "sweep",
+    "telemetry", "worker",
 )  # fmt: skip
 RECORDED = ROOT / "results" / "cpu" / "s1b.jsonl"  # tokens that the CPU stack chose, prompts and all known by seed
 NOT_IN_0_7_3 = {"prefix_queries", "prefix_hits"}  # it has a gauge of the hit rate only
@@ -175,12 +176,14 @@ def report():
         "model=random:qwen2 dtype=bfloat16 device=cpu expected_device='' context_lengths=[32,64] output_tokens=4 "
         "long_context_from=64 long_context_output_tokens=3 repetitions=1 eager_repetitions=1 concurrencies=[1] "
         "step_curve_context_length=32 step_curve_output_tokens=6 step_curve_repetitions=1 serving_context_length=32 "
-        "serving_output_tokens=4 startup_timeout_s=120 server_arguments=--kvlab-no-such-option"
+        "serving_output_tokens=4 reuse_context_length=64 shared_prefix_lengths=[32] output_lengths=[2,4] "
+        "output_lengths_context=32 output_repetitions=1 anatomy_repetitions=1 ceiling_repetitions=1 "
+        "bandwidth_buffer_mib=64 startup_timeout_s=120 server_arguments=--kvlab-no-such-option"
     )
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "KVLAB_OUTPUT": folder}
         command = [sys.executable, "-m", "kvlab", "report", "--profile", "a10", "--set", assignments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
         stopped = re.findall(r"^kvlab: (\d\d_\w+ stopped: .*)$", done.stderr, re.MULTILINE)
         pages = list(Path(folder).rglob("article.*.html"))
         records = list(Path(folder).rglob("s1b.jsonl"))

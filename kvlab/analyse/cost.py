@@ -78,7 +78,7 @@ def in_blocks(tokens: int) -> int:
 
 def forward_flops(a: Architecture, tokens: int, keys: list[int] | int, batch: int = 1) -> int:
     """FLOPs of a forward pass over `tokens` new tokens per sequence that attend to `keys` keys (one or one a layer)."""
-    keys = [keys] * a.layers if isinstance(keys, int) else keys
+    keys = keys if isinstance(keys, list) else [keys] * a.layers
     linear = sum(_size(b.linears) + b.active * _size(b.expert) for b in a.blocks)
     attention = a.heads * (a.key_dim + a.value_dim) * sum(keys)
     expansion = sum(_size(b.expansion) * each for b, each in zip(a.blocks, keys))

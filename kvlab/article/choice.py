@@ -7,7 +7,7 @@ import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from PIL import Image
 
 from kvlab.analyse import cost, predict
@@ -16,6 +16,7 @@ from kvlab.article import drawing, prose
 from kvlab.article.drawing import COLOUR
 
 DOTS_PER_INCH = 80
+ROUND = np.outer(10.0 ** np.arange(-12, 12), (1, 2, 5)).ravel()  # between these an axis stands still
 WIDTH_PIXELS = 592  # of every figure: 7.4 inches
 ARMS = ((True, "cache"), (False, "no_cache"))
 QUANTITIES = {  # in the order of the table: unit
@@ -100,25 +101,24 @@ class Picture:
             axes[0].set_position((0.11, 0.18, 0.36, 0.62))
             axes[1].set_position((0.61, 0.18, 0.37, 0.62))
             self._canvas = FigureCanvasAgg(self._figure)
-            parts = [part for ax in axes for part in (ax.yaxis, *ax.lines, *ax.spines.values(), *ax.texts)]
-            moving = [part for part in (self._figure._suptitle, *parts) if not part.get_animated()]
-            self._moving = sorted(moving, key=lambda part: part.zorder)  # from back to front
-            for part in self._moving:
+            self._scales = [self._figure._suptitle, *(part for ax in axes for part in (ax.yaxis, *ax.spines.values()))]
+            self._moving = [line for ax in axes for line in ax.lines if not line.get_animated()]
+            for part in (*self._scales, *self._moving):
                 part.set_animated(True)
             self._canvas.draw()
         self._still = self._canvas.copy_from_bbox(self._figure.bbox)
-        self._drawn = None  # what the lines were drawn for, and the picture of them without the chosen point
+        # What was drawn last, and what for: the scales, and with them the lines without the chosen point.
+        self._scaled = self._drawn = (None, self._still)
 
     def _line(self, ax, name: str, colour: str, unit: str) -> dict:
         ax.set_xscale("log", base=2)
         ax.set(yscale="log", xlabel=drawing.label("context_length", self._language))
         ax.set_xlim(self._lengths[0] / 1.2, self._lengths[-1] * 1.2)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         ax.yaxis.set_major_formatter(lambda value, _: prose.friendly(value, unit, self._language))
-        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_label_coords(0, 0)  # there is none to place
         ax.xaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_minor_locator(NullLocator())
         (predicted,) = ax.plot([1, 2], [1, 2], linestyle="--", color=colour)
         (chosen,) = ax.plot([1], [1], marker="o", markersize=9, markerfacecolor="none", color=colour, animated=True)
         (measured,) = ax.plot([], [], marker="o", markersize=4, linestyle="none", color=colour, alpha=0.6)
@@ -127,9 +127,9 @@ class Picture:
     def draw(self, choice: Choice, measured: pd.DataFrame) -> bytes:
         """The picture as PNG; `measured` has columns context_length, use_cache and tpot_s."""
         key = (choice.machine, replace(choice.case, context=1), len(measured))
-        if self._drawn is None or self._drawn[0] != key:
-            self._draw_lines(choice, measured)
-            self._drawn = (key, self._canvas.copy_from_bbox(self._figure.bbox))
+        if self._drawn[0] != key:
+            self._set_lines(choice, measured)
+            self._drawn = (key, self._on(self._scaled[1], self._moving))
         self._canvas.restore_region(self._drawn[1])
         here = curve_point(choice, choice.case.context)
         for name, line in self._lines.items():  # all that moves with the context length
@@ -139,19 +139,32 @@ class Picture:
         Image.fromarray(np.asarray(self._canvas.buffer_rgba())).save(picture, "PNG", compress_level=1)
         return picture.getvalue()
 
-    def _draw_lines(self, choice: Choice, measured: pd.DataFrame) -> None:
-        title = prose.plain("charts.choice.title", self._language, machine=choice.machine.name)
-        self._figure.suptitle(title, x=0.012, ha="left")
+    def _set_lines(self, choice: Choice, measured: pd.DataFrame) -> None:
         points = {n: curve_point(choice, n) for n in self._lengths}
         for name, line in self._lines.items():
             line["predicted"].set_data(self._lengths, [points[n][name] for n in self._lengths])
         for use_cache, name in ARMS:
             here = measured["use_cache"] == use_cache
             self._lines[name]["measured"].set_data(measured["context_length"][here], measured["tpot_s"][here])
-        for ax in self._figure.axes:
-            heights = [y for line in ax.lines if line in self._moving for y in line.get_ydata()]
-            ax.set_ylim(min(heights) / 1.4, max(heights) * 1.4)
-        self._canvas.restore_region(self._still)
+        scales = (choice.machine.name, [self._round_ends(ax) for ax in self._figure.axes])
+        if self._scaled[0] != scales:
+            self._set_scales(*scales)
+            self._scaled = (scales, self._on(self._still, self._scales))
+
+    def _set_scales(self, machine: str, ends: list[tuple[int, int]]) -> None:
+        self._figure.suptitle(prose.plain("charts.choice.title", self._language, machine=machine), x=0.012, ha="left")
+        for ax, (low, high) in zip(self._figure.axes, ends):
+            ax.set_yticks(ROUND[low : high + 1] if high - low < 7 else ROUND[-(-low // 3) * 3 : high + 1 : 3])
+            ax.set_ylim(ROUND[low], ROUND[high])
+
+    def _on(self, below, parts: list) -> object:
+        self._canvas.restore_region(below)
         with matplotlib.style.context(drawing.STYLE):
-            for part in self._moving:
+            for part in parts:
                 part.draw(self._canvas.get_renderer())
+        return self._canvas.copy_from_bbox(self._figure.bbox)
+
+    def _round_ends(self, ax) -> tuple[int, int]:
+        """Places in ROUND just below and above all that the axes' lines show."""
+        heights = [y for line in ax.lines if line in self._moving for y in line.get_ydata()]
+        return int(ROUND.searchsorted(np.nanmin(heights) / 1.1)) - 1, int(ROUND.searchsorted(np.nanmax(heights) * 1.1))

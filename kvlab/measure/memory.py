@@ -22,9 +22,7 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 
 def kv_cache_bytes(cache: object) -> int:
     """Return the bytes of the cache's tensors, whatever the release of Transformers that made it."""
-    return sum(
-        state.numel() * state.element_size() for layer in _layer_states(cache) for state in layer.values()
-    )
+    return sum(state.numel() * state.element_size() for layer in _layer_states(cache) for state in layer.values())
 
 
 def cache_length(cache: object) -> int:

@@ -10,9 +10,7 @@ from kvlab.measure.client import run_point
 from kvlab.measure.server import ServerError, VllmServer
 
 
-def open_server(
-    p: SimpleNamespace, max_model_len: int, report=None, *, small_cache=False, kv_bytes_per_token=None
-):
+def open_server(p: SimpleNamespace, max_model_len: int, report=None, *, small_cache=False, kv_bytes_per_token=None):
     """A context manager for the server that parameters `p` ask for: vLLM started here, or the one at `base_url`.
 
     With `small_cache` it is the one for `sweep.cache_points`: a cache of `full_cache_space_gib`, prefixes kept.
