@@ -119,7 +119,10 @@ def main(levels, names):
                     show(measure(base_url, streams, spread_s))
                     for name in names:
                         with tempfile.TemporaryDirectory() as folder:
-                            show(measure_peer(name, base_url, streams, spread_s, tokenizer, Path(folder)))
+                            try:
+                                show(measure_peer(name, base_url, streams, spread_s, tokenizer, Path(folder)))
+                            except (RuntimeError, subprocess.CalledProcessError) as error:  # the others go on
+                                show({"client": name, "streams": streams, "failed": str(error)[-300:]})
         finally:
             server.kill()
             server.wait()

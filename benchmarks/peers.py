@@ -11,6 +11,7 @@ import subprocess
 import sys
 import venv
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from kvlab import paths
@@ -73,7 +74,10 @@ def program(name):
     script = folder / "bin" / name
     if not script.exists():
         venv.create(folder, with_pip=True)
-        subprocess.run([folder / "bin" / "pip", "install", "-q", PINNED[name]], check=True)
+        needs = [PINNED[name]]
+        if name == "guidellm":  # with torch: this environment's release, so that pip takes the build it has here
+            needs.append(f"torch=={metadata.version('torch').partition('+')[0]}")
+        subprocess.run([folder / "bin" / "pip", "install", "-q", *needs], check=True)
     return script
 
 
@@ -109,12 +113,13 @@ def read_aiperf(folder):
 
 
 def guidellm_command(load, folder):
-    command = [program("guidellm"), "benchmark", "run", "--target", load.base_url, "--model", load.model]
-    command += ["--processor", load.tokenizer, "--profile", "concurrent", "--rate", load.streams]
-    command += ["--max-requests", load.requests, "--request-type", "text_completions"]
-    command += ["--data", f"prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"]
-    command += ["--output-dir", folder, "--outputs", "result.json", "--disable-console-interactive"]
-    return command + (["--rampup", load.spread_s] if load.spread_s else [])
+    backend = f"kind=openai_http,target={load.base_url},model={load.model},request_format=/v1/completions"
+    profile = f"kind=concurrent,streams={load.streams},rampup_duration={load.spread_s}"
+    data = f"kind=synthetic_text,prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"
+    command = [program("guidellm"), "run", "--backend", backend, "--profile", profile, "--data", data]
+    command += ["--constraint", f"kind=max_requests,count={load.requests}", "--disable-console"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={load.tokenizer}"]
+    return command + ["--output", f"kind=json,path={folder / 'result.json'}"]
 
 
 def read_guidellm(folder):

@@ -470,10 +470,9 @@ def load_of(point: dict) -> str:
 
 def server_of(points: list[tuple[dict, int]]) -> dict:
     """What a server that does not start was to be: the point of its failure."""
-    stated = ("model", "model_revision", "dtype", "device")
+    stated = ("model", "model_revision", "dtype", "device", "enforce_eager", "prefix_caching")
     point = points[0][0] if points else {}
-    reuse = {"prefix_caching": True} if point.get("prefix_caching") else {}
-    return {name: point[name] for name in stated if name in point} | reuse
+    return {name: point[name] for name in stated if name in point}
 
 
 class Progress:

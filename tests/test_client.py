@@ -118,6 +118,13 @@ def test_every_case_replayed_at_its_times(tmp_path):
     raise AssertionError(f"off by more than {TOLERANCE_S} s in each of {TRIES} tries: {waiting}")
 
 
+@pytest.fixture(params=["asyncio", "uvloop"])
+def either_loop(request, monkeypatch):
+    """What a record says must not depend on the event loop that the machine happens to have."""
+    monkeypatch.setattr(client, "new_event_loop", pytest.importorskip(request.param).new_event_loop)
+
+
+@pytest.mark.usefixtures("either_loop")
 def test_br09_failures_are_records_and_the_run_goes_on(tmp_path):
     names = ["truncated_clean", "truncated_reset", "hang", "finish_without_done"]
     with replaying(tmp_path, *(CASES[name] for name in names)) as server:
@@ -127,6 +134,7 @@ def test_br09_failures_are_records_and_the_run_goes_on(tmp_path):
     assert (point["status"], point["requests"], point["failed_requests"]) == ("ok", 4, 3)
 
 
+@pytest.mark.usefixtures("either_loop")
 def test_br09_a_refused_connection_is_a_record():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -184,6 +192,7 @@ def test_closed_loop_keeps_n_in_flight_from_staggered_starts(tmp_path):
     assert summary["server_deltas"]["prefix_hits"] is None
 
 
+@pytest.mark.usefixtures("either_loop")
 def test_open_loop_sends_on_schedule_whatever_the_server_does(tmp_path):
     slow = Case([(300, text("a", "length", **usage(1))), (300, DONE)], {})
     point = {"loop": "open", "request_rate_per_s": 40.0, "output_tokens": 1}

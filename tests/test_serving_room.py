@@ -11,7 +11,7 @@ from test_sweep import smoke
 from kvlab import sweep
 from kvlab.analyse import dialects, summary
 from kvlab.analyse import serving as s1
-from kvlab.article import prose, readings
+from kvlab.article import prose, readings, sections
 from kvlab.article import serving_room as room
 from kvlab.measure import serving
 
@@ -47,6 +47,7 @@ def test_the_same_records_under_other_definitions():
     per_token = {key: row["tpot_s"] for key, row in rows.items()}
     assert per_token == pytest.approx({
         ("kvlab", "TPOT"): 0.15,
+        ("kvlab", "after_first_chunk"): 0.15,
         ("vLLM, SGLang", "TPOT"): 0.15,
         ("vLLM, SGLang", "ITL"): (2 * 0.1 + 4 * 0.2) / 6,
         ("GuideLLM", "TPOT"): (1.2 + 3.8) / 8,  # the first token's time spread over all, each token weighing the same
@@ -58,6 +59,32 @@ def test_the_same_records_under_other_definitions():
     assert rows["kvlab", "TPOT"]["throughput_tokens_per_s"] is None  # too few for a steady window
     assert rows["AIPerf", "ITL"]["throughput_tokens_per_s"] == pytest.approx(8 / 3.8)
     assert dialects.spread(list(rows.values()), "tpot_s") == pytest.approx(0.625 / 0.15)
+
+
+def test_chunks_of_several_tokens_are_told_from_tokens(monkeypatch):
+    """Two tokens at 1 s, two more at 1.6 s: 0.2 s per token, 0.3 s once the first chunk's are left out."""
+    shown = []
+    monkeypatch.setattr(prose, "display", lambda data, raw, metadata: shown.append(str(data)))
+    pairs = request(0.0, [1.0, 1.6], chunk_tokens=[2, 2], output_tokens=4)
+    rows = {row["tpot_name"]: row["tpot_s"] for row in dialects.table([pairs], 1) if row["tool"] != "GuideLLM"}
+    assert (rows["TPOT"], rows["after_first_chunk"]) == (pytest.approx(0.2), pytest.approx(0.3))
+    assert rows["between_chunks"] == pytest.approx(0.6)
+    untold = request(0.0, [1.0, 1.6], chunk_tokens=[None, None], output_tokens=4)
+    names = {row["tpot_name"] for row in dialects.table([pairs, untold], 1)}
+    assert "after_first_chunk" not in names and "between_chunks" in names
+    room.definitions_table([pairs, point()], "both", "s")
+    for language, table in zip(("zh", "en"), shown, strict=False):
+        for name in ("after_first_chunk", "between_chunks"):
+            assert prose.plain(f"serving.{name}", language) in table and name not in table
+
+
+def test_a_server_that_did_not_start_is_told_until_something_was_measured(monkeypatch):
+    shown = []
+    monkeypatch.setattr(prose, "say", lambda key, language, **numbers: shown.append((key, numbers["reason"])))
+    failed = {"kind": "server", "status": "failed", "reason": "no C++ compiler"}
+    sections.missing([point(), failed], "en", "serving.not_compared")
+    sections.missing([failed, point()], "en")
+    assert shown == [("serving.not_compared", "no C++ compiler")]
 
 
 def test_definitions_without_a_usable_request_give_nothing_and_no_error():

@@ -211,6 +211,12 @@ def test_what_no_record_could_hold_reaches_none(content):
     assert json.dumps(answer | {"text": ""}, allow_nan=False, ensure_ascii=False).encode()
 
 
+def test_what_only_a_lenient_reader_takes_for_json_loses_no_token():
+    odd = b'data: {"choices": [{"text": "\\ud800", "logprob": %s}]}\n\n'
+    answer = parse((10, odd % b"-Infinity"), (20, odd % b"1e999"), (30, text("b", "length")))
+    assert (answer.error, answer.arrival_times_s) == (None, [0.01, 0.02, 0.03])
+
+
 @pytest.mark.parametrize("size", [b"-6", b"-4", b"+5", b"0x5", b"5_0", b"five", b""])
 def test_a_chunk_of_no_size_ends_the_reading(size):
     head = OK[:-2] + b"transfer-encoding: chunked\r\n\r\n"

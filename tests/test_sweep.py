@@ -202,12 +202,14 @@ def test_a_server_that_does_not_start_is_a_record_and_the_report_goes_on(run):
         raise NoServer("vLLM is not installed here; install it\nLast lines of its log:\n/home/somebody/vllm.py")
         yield
 
-    p = smoke(full_cache_space_gib=0.07)
-    sweep.serving(run, p, sweep.serving_points(p), open_server, None, NoServer)
-    (record,) = run.records("s1", sweep.serving_points(p))
-    assert (record["status"], record["kind"]) == ("failed", "server")
-    assert record["reason"] == "vLLM is not installed here; install it"
-    assert run.records("s1", sweep.cache_points(p)) == []  # the other server was not even tried
+    p = smoke(full_cache_space_gib=0.07, compare_compiled=True)
+    servers = [points_of(p) for points_of in (sweep.serving_points, sweep.cache_points, sweep.compared_points)]
+    for tried, points in enumerate(servers, start=1):  # one that failed is no other's failure
+        sweep.serving(run, p, points, open_server, None, NoServer)
+        assert [len(run.records("s1", each)) for each in servers] == [1] * tried + [0] * (3 - tried)
+        (record,) = run.records("s1", points)
+        assert (record["status"], record["kind"]) == ("failed", "server")
+        assert record["reason"] == "vLLM is not installed here; install it"
 
 
 def test_s1_runs_exactly_s1bs_lengths_at_concurrency_one():

@@ -56,7 +56,7 @@ def step_times_s(record: dict) -> list[float]:
 def between_chunks_s(record: dict) -> tuple[list[float], str]:
     """Gaps between arrivals in seconds and what they lie between: "tokens" (ITL) or "chunks"."""
     counts = record.get("chunk_tokens") or []
-    exact = bool(counts) and all(count == 1 for count in counts) and record.get("token_count_source") != "estimated"
+    exact = set(counts) == {1} and record.get("token_count_source") != "estimated"
     return step_times_s(record), "tokens" if exact else "chunks"
 
 

@@ -14,22 +14,26 @@ from kvlab.analyse import definitions as d
 def table(requests: list[dict], concurrency: int) -> list[dict]:
     """One row per tool for the measured requests of one run; None where nothing can be computed.
 
-    Seconds, and tokens/s. `tpot_name` is what the tool calls its time per output token.
+    Seconds, and tokens/s. `tpot_name` is what the tool calls its time per output token: ITL only where each
+    chunk is known to hold one token, else "between_chunks". Where chunks' counts are known, ours has two rows.
     """
     ok = [r for r in requests if d.ttft_s(r) is not None and d.tpot_s(r) is not None]
     ours = {"tool": "kvlab", "tpot_name": "TPOT", "tpot_s": mean(map(d.tpot_s, ok))}
     ours |= {"throughput_tokens_per_s": d.throughput_tokens_per_s(requests, concurrency)}
+    left_out = [d.tpot_after_first_chunk_s(r) for r in ok]
+    variant = [] if None in left_out else [ours | {"tpot_name": "after_first_chunk", "tpot_s": mean(left_out)}]
+    itl = "between_chunks" if "chunks" in {d.between_chunks_s(r)[1] for r in ok} else "ITL"
     whole = whole_run_tokens_per_s(ok)
     others = [
         {"tool": "vLLM, SGLang", "tpot_name": "TPOT", "tpot_s": mean(map(d.tpot_s, ok))},
-        {"tool": "vLLM, SGLang", "tpot_name": "ITL", "tpot_s": mean(gap for r in ok for gap in d.step_times_s(r))},
+        {"tool": "vLLM, SGLang", "tpot_name": itl, "tpot_s": mean(gap for r in ok for gap in d.step_times_s(r))},
         {"tool": "GuideLLM", "tpot_name": "TPOT", "tpot_s": ratio(ok, d.e2e_s, d.output_tokens)},
         {"tool": "GuideLLM", "tpot_name": "ITL", "tpot_s": ratio(ok, decode_s, tokens_after_first)},
         {"tool": "AIPerf", "tpot_name": "ITL", "tpot_s": mean(decode_s(r) / tokens_after_first(r) for r in ok)},
         {"tool": "llmperf", "tpot_name": "inter-token latency",
          "tpot_s": mean(d.e2e_s(r) / d.output_tokens(r) for r in ok)},
     ]  # fmt: skip
-    rows = [ours, *(row | {"throughput_tokens_per_s": whole} for row in others)]
+    rows = [ours, *variant, *(row | {"throughput_tokens_per_s": whole} for row in others)]
     return [row | {"ttft_s": mean(map(d.ttft_s, ok))} for row in rows]
 
 

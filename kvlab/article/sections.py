@@ -135,11 +135,11 @@ def serving_checks(points: pd.DataFrame, language: str, source: str) -> None:
     prose.table(rows, "serving_checks", language, source=source)
 
 
-def missing(records: list[dict], language: str) -> None:
+def missing(records: list[dict], language: str, words: str = "status.missing_section") -> None:
     """Why a section has no results, where its server could not be started and nothing was measured since."""
     failed = [r for r in records if r["kind"] == "server" and r["status"] != "ok"]
     if failed and records[-1] is failed[-1]:
-        prose.say("status.missing_section", language, reason=failed[-1]["reason"])
+        prose.say(words, language, reason=failed[-1]["reason"])
 
 
 def negative_control(refused: list[str | None], language: str, source: str) -> None:

@@ -186,7 +186,10 @@ def definitions_table(records: list[dict], language: str, source: str) -> None:
     rows = dialects.table(sent, point["point"]["concurrency"])
     headings = {"tool": "serving.tool", "tpot_name": "serving.its_name", "tpot_s": "serving.time_per_token:s"}
     headings |= {"ttft_s": "label.ttft:s", "throughput_tokens_per_s": "label.throughput"}
-    prose.table(rows, headings, language, source=source)
+    for each in prose.languages(language):
+        words = prose.table_of(each)
+        named = [row | {"tpot_name": words.get(f"serving.{row['tpot_name']}", row["tpot_name"])} for row in rows]
+        prose.table(named, headings, each, source=source)
     spreads = {"per_token": "tpot_s", "throughput": "throughput_tokens_per_s"}
     numbers = {name: dialects.spread(rows, value) for name, value in spreads.items()}
     prose.say("serving.spread", language, source=source, concurrency=point["point"]["concurrency"], **numbers)

@@ -20,22 +20,13 @@ def open_server(p: SimpleNamespace, max_model_len: int, report=None, *, small_ca
                                            token_variable=p.token_variable or None))  # fmt: skip
     space_gib = p.full_cache_space_gib if small_cache else p.kv_cache_space_gib
     return VllmServer(
-        served_folder(p),
-        p.model,
-        max_model_len,
-        p.dtype,
-        p.enforce_eager,
+        served_folder(p), p.model, max_model_len, p.dtype, p.enforce_eager,
         kv_cache_space_bytes=int(space_gib * 2**30) if p.device == "cpu" or small_cache else None,
-        kv_bytes_per_token=kv_bytes_per_token,
-        threads=p.server_threads,
-        prefix_caching=small_cache,
-        chunked_prefill=p.chunked_prefill,
-        seed=p.seed,
-        extra_args=p.server_arguments.split(),
+        kv_bytes_per_token=kv_bytes_per_token, threads=p.server_threads, prefix_caching=small_cache,
+        chunked_prefill=p.chunked_prefill, seed=p.seed, extra_args=p.server_arguments.split(),
         log_path=paths.results(p.profile) / "executed" / "vllm-server.log",
-        startup_timeout_s=p.startup_timeout_s,
-        report=report,
-    )
+        startup_timeout_s=p.startup_timeout_s, report=report,
+    )  # fmt: skip
 
 
 def served_folder(p: SimpleNamespace):
@@ -47,18 +38,12 @@ def served_folder(p: SimpleNamespace):
 def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep) -> None:
     """Run one point and hand each record to `keep`; raises ServerError when the server died under it."""
     warmup, measured = request_counts(p, point)
+    asked = point_prompts(p, point, repetition, warmup + measured)
     records = run_point(
-        server.base_url,
-        server.model,
-        point,
-        point_prompts(p, point, repetition, warmup + measured),
-        p.seed + repetition,
-        warmup=warmup,
-        timeout_s=p.request_timeout_s,
-        token_variable=server.token_variable,
-        server_pid=server.pid,
+        server.base_url, server.model, point, asked, p.seed + repetition, warmup=warmup,
+        timeout_s=p.request_timeout_s, token_variable=server.token_variable, server_pid=server.pid,
         on_record=lambda record: keep(record | {"repetition": repetition} | about_server(p, record, server)),
-    )
+    )  # fmt: skip
     if records[-1]["reason"] == "server_gone":
         raise ServerError("server_gone", "the server died while it was measured; its log says why")
 
