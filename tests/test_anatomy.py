@@ -206,6 +206,8 @@ def test_q4_is_never_more_than_predicted(gaps):
     assert answer.verdict == "predicted_only"
     assert explanations.tiers(gaps[:0]).verdict == "no_verdict"
     assert (gaps["gap_low"] < gaps["gap"]).all() and (gaps["gap"] < gaps["gap_high"]).all()
+    low, high = (prose.friendly(gaps[f"gap_{end}"].iloc[0], "x") for end in ("low", "high"))
+    assert f"({low} to {high})" in prose.plain("answer.q4_effect", "en", **answer.numbers)
 
 
 def test_a_price_needs_a_price_and_a_throughput():

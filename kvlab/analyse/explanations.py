@@ -37,7 +37,7 @@ def tiers(gaps: pd.DataFrame) -> Answer:
     numbers = {
         f"{phase}_{value}": by_phase.get(phase, {}).get(value)
         for phase in ("ttft", "tpot")
-        for value in ("gap", "ceiling")
+        for value in ("gap", "gap_low", "gap_high", "ceiling")
     }
     times = by_phase.get("ttft", {}).get("here", NOTHING)
     return Answer("q4", "predicted_only" if times.n else "no_verdict", times, numbers)
