@@ -25,8 +25,8 @@ def engine(found: list[breakdown.Token], large: Estimate, growth: float | None) 
     concurrency over that of one request.
     """
     shares = {token.stack: token.removable for token in found}
-    small, served = shares.get("dynamic", NOTHING), shares.get("vllm", NOTHING)
-    numbers = {"small": small, "large": large, "served": served, "growth": growth, "n": min(small.n, large.n)}
+    small = shares.get("dynamic", NOTHING)
+    numbers = {"small": small, "large": large, "growth": growth, "n": min(small.n, large.n)}
     holds, fails = small.low > large.high, small.high <= large.low
     return Answer("q3", verdict(holds, fails, small, large), small, numbers)
 

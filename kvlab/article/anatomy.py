@@ -25,11 +25,11 @@ def waterfall_numbers(parts):
     avoidable = rows[~rows["part"].isin(["weights", "kv_reads"])]
     largest = avoidable.loc[avoidable["seconds"].idxmax()]
     return {
-        "stack": prose_both("label.stack_name", rows["stack"].iloc[0]),
+        "stack": stack_name(rows["stack"].iloc[0]),
         "tpot": rows["tpot_s"].iloc[0],
         "floor": rows["floor_s"].iloc[0],
         "over": rows["tpot_s"].iloc[0] / rows["floor_s"].iloc[0],
-        "largest": prose_both("label.part", largest["part"]),
+        "largest": prose.both(f"label.part_{largest['part']}"),
         "largest_s": largest["seconds"],
     }
 
@@ -79,8 +79,8 @@ def part_name(part, basis, language):
     )
 
 
-def prose_both(prefix, name):
-    return {each: prose.plain(f"{prefix}_{name}", each) for each in prose.LANGUAGES}
+def stack_name(stack):
+    return prose.both(f"label.stack_name_{stack}")
 
 
 def slice_numbers(frame, layers):
@@ -240,11 +240,29 @@ def calibrated(fitted: Calibration | None, language: str, source: str) -> None:
     prose.say("prediction.calibrated", language, source=source, lengths=listed, **numbers)
 
 
+def compiled(found: list[breakdown.Token], apart: pd.DataFrame, language: str, source: str) -> None:
+    """What compiling changes for one request, stack by stack, how long it took, and why a stack has no panel.
+
+    `apart` are the generations of the anatomy, of which a failed or refused one says why.
+    """
+    tokens, asked = {token.stack: token for token in found}, apart[apart["compiled"].astype(bool)]
+    for eager, stack in (("static", "static_compiled"), ("vllm_eager", "vllm_compiled")):
+        if eager in tokens and stack in tokens:
+            times = {"eager": interval(tokens[eager].tpot_s), "compiled": interval(tokens[stack].tpot_s)}
+            prose.say("anatomy.compiled", language, source=source, stack=stack_name(stack), **times)
+    if "static_compiled" in tokens:
+        prose.say("anatomy.compiling", language, source=source, seconds=asked["warmup_s"].max())
+    known, failed = {None: "anatomy.not_asked", "tokens_differ": "refusal.tokens_differ"}, asked["reason"].dropna()
+    for stack in [each for each in breakdown.STACKS if each not in tokens]:
+        reason = failed.iloc[-1] if stack == "static_compiled" and len(failed) else None
+        reason = prose.both(known[reason]) if reason in known else reason
+        prose.say("anatomy.absent", language, stack=stack_name(stack), reason=reason)
+
+
 def engine(found: list[breakdown.Token], large, language: str, source: str) -> None:
     """What an infinitely good engine could still remove of one token, stack by stack, and of the large model's."""
     for token in found:
-        stack = prose_both("label.stack_name", token.stack)
-        prose.say("anatomy.removable", language, source=source, stack=stack, share=token.removable)
+        prose.say("anatomy.removable", language, source=source, stack=stack_name(token.stack), share=token.removable)
     if large.n:
         prose.say("anatomy.removable_large", language, source=source, share=large)
 
