@@ -83,7 +83,7 @@ def test_an_engine_shares_the_weights_among_requests_and_is_held_up_by_their_pre
 
 def test_a_calibration_finds_the_machine_that_made_the_points():
     true = replace(CPU, read_bandwidth_bytes_per_s=7e9, flops_per_s={"float32": 60e9}, launch_s_per_layer=9e-4)
-    points = [calibrate.Point(asked, quantity, predict.predict(true, asked, quantity).value)
+    points = [calibrate.Point(asked, quantity, predict.QUANTITIES[quantity](true, asked).value)
               for length in (128, 256, 512, 1024, 2048) for kernel in ("eager", "sdpa")
               for quantity in ("ttft_s", "tpot_s", "tpot_no_cache_s")
               for asked in [case(context=length, attention=kernel)]]  # fmt: skip

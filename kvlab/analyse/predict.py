@@ -246,8 +246,3 @@ QUANTITIES: dict[str, Callable] = {
     "tpot_no_cache_s": lambda m, c: tpot_s(m, c, use_cache=False),
     "total_no_cache_s": lambda m, c: total_s(m, c, use_cache=False),
 }  # fmt: skip
-
-
-def predict(m: Machine, c: Case, quantity: str) -> Prediction:
-    """One quantity of QUANTITIES."""
-    return QUANTITIES[quantity](m, c)

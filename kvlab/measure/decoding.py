@@ -148,16 +148,12 @@ def _compiled(model: torch.nn.Module) -> Callable:
     return model.get_compiled_call(transformers.CompileConfig(fullgraph=True, dynamic=False, mode=mode))
 
 
-def _empty_cache(model: torch.nn.Module, cache: object, batch_size: int, length: int) -> object | None:
-    if isinstance(cache, str):
-        return _new_cache(model, cache, batch_size, length)
-    with torch.inference_mode():  # which made its tensors
-        cache.reset()
-    return cache
-
-
-def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) -> object | None:
-    """Return an empty cache of the model's own layout; a static one has room for exactly this generation."""
+def _empty_cache(model: torch.nn.Module, kind: object, batch_size: int, length: int) -> object | None:
+    """Return an empty cache of the model's own layout, or this one emptied; a static one has room for just `length`."""
+    if hasattr(kind, "reset"):
+        with torch.inference_mode():  # which made its tensors
+            kind.reset()
+        return kind
     if kind not in CACHES:
         raise ValueError(f"unknown cache {kind!r}; choose one of {', '.join(CACHES)}")
     if getattr(model, "_supports_cache_class", True) is False:  # older ones make nested tuples
@@ -220,7 +216,7 @@ def _measure_compiled(model: torch.nn.Module, point: dict, inputs: dict, eager: 
     The raw record holds what the eager arm chose: without the same tokens the times prove nothing.
     """
     length = point["context_length"] + point["output_tokens"]
-    cache = _new_cache(model, point["cache"], point.get("batch_size", 1), length)  # graphs are bound to its address
+    cache = _empty_cache(model, point["cache"], point.get("batch_size", 1), length)  # graphs are bound to its address
     inputs, start_s = inputs | {"cache": cache, "compiled": True}, time.perf_counter()
     raw, logits = _measure_arm(model, point, True, inputs)
     warmup_s = time.perf_counter() - start_s
