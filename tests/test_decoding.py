@@ -258,6 +258,15 @@ def test_without_a_compiler_a_compiled_generation_is_a_failure_that_says_what_to
     assert row["status"] == "failed" and "install g++" in row["reason"] and "\n" not in row["reason"]
 
 
+def test_the_reason_of_a_compilation_that_fails_names_its_cause(monkeypatch):
+    def fails(model):
+        raise RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++")
+
+    record, _ = compiled(load("llama"), monkeypatch, fails)
+    assert record["status"] == "failed"
+    assert record["reason"] == "RuntimeError: backend='inductor' raised: CppCompileError: C++ compile error"
+
+
 @pytest.mark.slow
 def test_a_real_compiler_gives_the_eager_tokens():
     asked = point(cache="static", compiled=True, output_tokens=6)

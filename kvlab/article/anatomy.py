@@ -233,8 +233,7 @@ def side_by_side(rows: list[dict], language: str, source: str) -> None:
     """Every run at hand and the predicted card, one row each, labelled."""
     priced = any(row["price"] for row in rows)
     table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
-    headings = {"profile": "tiers.profile", "machine": "answer.machine"}
-    headings |= {name: f"machine.{name}" for name in ("model", "dtype")}
+    headings = {"profile": "tiers.profile", "machine": "answer.machine", "model": "machine.model", "dtype": "machine.dtype"}
     headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
     headings |= {"throughput": "tiers.throughput:rate", **({"cost": "tiers.cost"} if priced else {})}
     headings |= {"kind": "tiers.kind"}

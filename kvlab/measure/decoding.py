@@ -215,8 +215,8 @@ def _measure_compiled(model: torch.nn.Module, point: dict, inputs: dict, eager: 
 
     The raw record holds what the eager arm chose: without the same tokens the times prove nothing.
     """
-    length = point["context_length"] + point["output_tokens"]
-    cache = _empty_cache(model, point["cache"], point.get("batch_size", 1), length)  # graphs are bound to its address
+    room = (point.get("batch_size", 1), point["context_length"] + point["output_tokens"])
+    cache = _empty_cache(model, point["cache"], *room)  # graphs are bound to its address
     inputs, start_s = inputs | {"cache": cache, "compiled": True}, time.perf_counter()
     raw, logits = _measure_arm(model, point, True, inputs)
     warmup_s = time.perf_counter() - start_s
@@ -318,7 +318,8 @@ def _attempt(run: Callable[[], Generation]) -> tuple[Generation | None, str, str
     except ValueError as error:
         return None, "refused", str(error)
     except (RuntimeError, MemoryError, TypeError, LookupError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        said = (str(error) or "no message").replace("raised:\n", "raised: ").splitlines()[0]  # of torch.compile two
+        reason = f"{type(error).__name__}: {said}"
         return None, "out_of_memory" if is_out_of_memory(error) else "failed", reason
 
 
