@@ -233,10 +233,11 @@ def side_by_side(rows: list[dict], language: str, source: str) -> None:
     """Every run at hand and the predicted card, one row each, labelled."""
     priced = any(row["price"] for row in rows)
     table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
-    headings = {"profile": "tiers.profile", "machine": "answer.machine"} | {x: f"machine.{x}" for x in ("model", "dtype")}
+    headings = {"profile": "tiers.profile", "machine": "answer.machine"}
+    headings |= {"model": "machine.model", "dtype": "machine.dtype"}
     headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
-    headings |= {"throughput": "tiers.throughput:rate"} | ({"cost": "tiers.cost"} if priced else {})
-    headings |= {"kind": "tiers.kind"}
+    last = {"cost": "tiers.cost", "kind": "tiers.kind"} if priced else {"kind": "tiers.kind"}
+    headings |= {"throughput": "tiers.throughput:rate"} | last
     prose.table(table, headings, language, source=source)
 
 
