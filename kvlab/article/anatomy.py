@@ -231,13 +231,12 @@ def engine(found: list[breakdown.Token], large, language: str, source: str) -> N
 
 def side_by_side(rows: list[dict], language: str, source: str) -> None:
     """Every run at hand and the predicted card, one row each, labelled."""
-    priced = any(row["price"] for row in rows)
     table = [row | {"kind": prose.both(f"kind.{row['kind']}")} | ranges(row) for row in rows]
     headings = {"profile": "tiers.profile", "machine": "answer.machine"}
     headings |= {"model": "machine.model", "dtype": "machine.dtype"}
     headings |= {"context_length": "label.context_length:count", "ttft": "label.ttft:s", "tpot": "label.tpot:s"}
-    last = {"cost": "tiers.cost", "kind": "tiers.kind"} if priced else {"kind": "tiers.kind"}
-    headings |= {"throughput": "tiers.throughput:rate"} | last
+    price = {"cost": "tiers.cost"} if any(row["price"] for row in rows) else {}
+    headings |= {"throughput": "tiers.throughput:rate"} | price | {"kind": "tiers.kind"}
     prose.table(table, headings, language, source=source)
 
 
