@@ -250,11 +250,13 @@ def anatomy_length(p: SimpleNamespace) -> int:
 def anatomy_points(p: SimpleNamespace) -> list[tuple[dict, int]]:
     """(point, repetitions) of what takes one token apart beside S1b's own records.
 
-    A static cache, the same layers with matrices of next to nothing under either cache, and the choice of a token.
+    A static cache, the same layers with matrices of next to nothing under either cache, the choice of a token, and
+    where asked for the static cache once more, compiled.
     """
     length = anatomy_length(p)
     token = on_off_point(p, p.attention_kernels[-1], length, output_tokens_at(vars(p), length))
     variants = [{"cache": "static"}, {"model": f"thin:{p.model}"}, {"model": f"thin:{p.model}", "cache": "static"}]
+    variants += [{"cache": "static", "compiled": True}] if p.compile_static else []
     points = [token | variant for variant in variants]
     points.append(ceiling_point(p, quantity="sampling", model=p.model))
     return [(point, p.anatomy_repetitions) for point in points]
@@ -391,7 +393,8 @@ def single(run: Run, p: SimpleNamespace, experiment: str, points: list[tuple[dic
             for point, repetition in [each for each in pending if each[0].get("model") == model]:
                 ask = worker.measure_ceiling if "quantity" in point else worker.measure_generation
                 keep(store, ask(point, repetition), experiment)
-                progress.done(f"{point.get('quantity') or point['model']}, repetition {repetition}")
+                what = point.get("quantity") or point["model"] + ", compiled" * ("compiled" in point)
+                progress.done(f"{what}, repetition {repetition}")
 
 
 def announce(points: list[dict], forecast) -> None:

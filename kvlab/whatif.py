@@ -115,8 +115,8 @@ def _table(title: str, known: calibrate.Calibration, case: Case, quantities: Ite
     yield f"{title:<28}{'predicted':>16}   {'interval':<36}regime"
     for quantity in quantities:
         found, (name, unit) = known.predict(case, quantity), QUANTITIES[quantity]
-        value = prose.friendly(found.value, unit)
-        yield f"  {name:<26}{value:>16}   {_interval(found, unit):<36}{found.regime}"
+        value, bound = prose.friendly(found.value, unit), " in ".join(filter(None, (found.regime, found.phase)))
+        yield f"  {name:<26}{value:>16}   {_interval(found, unit):<36}{bound}"
     yield ""
 
 

@@ -32,6 +32,8 @@ def generations(repetitions=6, kernels=("eager", "sdpa"), seed=1):
                             "context_length": context,
                             "output_tokens": output,
                             "use_cache": use_cache,
+                            "compiled": False,
+                            "warmup_s": None,
                             "repetition": repetition,
                             "pair": f"{attention}-{context}-{repetition}",
                             "control": False,

@@ -38,10 +38,19 @@ def generations(model="small", cache="dynamic", tpot_s=0.06):
     return frame[frame["context_length"] == 512].assign(model=model, cache=cache, dtype="float32", tpot_s=tpot_s)
 
 
-def stacks(tpot_s=0.06):
-    apart = pd.concat([generations("thin:small", tpot_s=0.02), generations(cache="static", tpot_s=0.05)])
-    apart = pd.concat([apart, generations("thin:small", "static", 0.015)])
-    return breakdown.tokens(P, SMALL, generations(tpot_s=tpot_s), apart, fake_frames.requests(), ceilings())
+def compiled(**more):
+    return generations(cache="static", tpot_s=0.03).assign(compiled=True, warmup_s=70.0, **more)
+
+
+def apart(*more):
+    eager = [generations(cache="static", tpot_s=0.05), generations("thin:small", "static", 0.015)]
+    return pd.concat([generations("thin:small", tpot_s=0.02), *eager, *more])
+
+
+def stacks(tpot_s=0.06, taken_apart=None):
+    frame, eager = apart(compiled()) if taken_apart is None else taken_apart, fake_frames.requests()
+    requests = pd.concat([eager, eager.assign(enforce_eager=False, tpot_s=eager["tpot_s"] / 2)])
+    return breakdown.tokens(P, SMALL, generations(tpot_s=tpot_s), frame, requests, ceilings())
 
 
 def slices(per_layer_s=0.1, head_s=0.2, layers=(1, 2, 4), repetitions=6):
@@ -60,14 +69,15 @@ def test_a_token_is_its_parts_and_what_they_leave_unexplained():
         assert rows["seconds"].sum() == pytest.approx(rows["tpot_s"].iloc[0]), stack
     weights = parts[(parts["stack"] == "dynamic") & (parts["part"] == "weights")]["seconds"].item()
     assert weights == pytest.approx(cost.step_weight_bytes(SMALL, "float32") / READ, rel=0.01)
+    assert list(dict.fromkeys(parts["stack"])) == list(breakdown.STACKS)
     launch = parts[parts["part"] == "launch"].set_index("stack")["seconds"]
     assert dict(launch) == {"dynamic": 0.02, "static": 0.015}  # each from the thin model under its own cache
 
 
 def test_a_stacks_floor_knows_its_own_threads():
     found = {token.stack: token for token in stacks()}
-    assert found["vllm"].threads == 1 and found["dynamic"].threads == 2
-    assert found["vllm"].parts["weights"] == pytest.approx(2 * found["dynamic"].parts["weights"])
+    assert found["vllm_eager"].threads == 1 and found["dynamic"].threads == 2
+    assert found["vllm_eager"].parts["weights"] == pytest.approx(2 * found["dynamic"].parts["weights"])
 
 
 def test_only_a_dynamic_cache_is_copied():
@@ -92,8 +102,34 @@ def test_a_server_elsewhere_has_no_floor_here():
 
 
 def test_requests_of_one_run_are_one_repetition():
-    (served,) = [token for token in stacks() if token.stack == "vllm"]
+    (served,) = [token for token in stacks() if token.stack == "vllm_eager"]
     assert served.removable.n == fake_frames.requests()["repetition"].nunique()
+
+
+def test_compiled_and_eager_are_told_apart():
+    found = {token.stack: float(token.tpot_s.median()) for token in stacks()}
+    assert found["static_compiled"] == 0.03 and found["static"] == 0.05
+    assert found["vllm_compiled"] == pytest.approx(found["vllm_eager"] / 2)
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ([compiled()], "Compiling Transformers took up to 70 s"),
+        ([compiled(status="refused", reason="tokens_differ")], "static cache: the arms chose different tokens."),
+        ([compiled(status="failed", reason="no compiler")], "static cache: no compiler."),
+        ([], "static cache: this run holds no measurement"),
+    ],
+    ids=["measured", "refused", "failed", "not asked"],
+)
+def test_the_page_says_what_compiling_changed_or_why_it_is_not_there(more, said, monkeypatch):
+    shown = []
+    monkeypatch.setattr(prose, "emit", lambda data, language, **tags: shown.append(data["text/plain"]))
+    frame = apart(*more)
+    anatomy.compiled(stacks(taken_apart=frame), frame, "en", source="s")
+    text = " ".join(shown).replace("\u00a0", " ")
+    assert said in text and "token of compiled vLLM" in text
+    assert ("Without a panel" in text) == (said[0] != "C")
 
 
 def test_slices_are_carried_on_along_their_line():
@@ -206,6 +242,8 @@ def test_q4_is_never_more_than_predicted(gaps):
     assert answer.verdict == "predicted_only"
     assert explanations.tiers(gaps[:0]).verdict == "no_verdict"
     assert (gaps["gap_low"] < gaps["gap"]).all() and (gaps["gap"] < gaps["gap_high"]).all()
+    low, high = (prose.friendly(gaps[f"gap_{end}"].iloc[0], "x") for end in ("low", "high"))
+    assert f"({low} to {high})" in prose.plain("answer.q4_effect", "en", **answer.numbers)
 
 
 def test_a_price_needs_a_price_and_a_throughput():

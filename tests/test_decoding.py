@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from kvlab import models, weights
+from kvlab.analyse import summary
 from kvlab.measure import decoding, memory, timing
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma", "gpt2", "qwen3", "deepseek_v3"]
@@ -215,6 +216,62 @@ def test_warm_up_runs_once_for_a_shape_family(monkeypatch):
     after_first = device.launches
     measured(model, output_tokens=3)
     assert (after_first, device.launches) == (2 + 2 * 2, after_first + 2 * 3)
+
+
+def compiled(model, monkeypatch, compile_call):
+    """The record of a compiled generation and its row, with `compile_call(model)` in the compiler's place."""
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: compile_call(self), raising=False)
+    asked = point(cache="static", compiled=True, output_tokens=6)
+    record = decoding.measure_generation(model, asked, numpy.random.default_rng(5))
+    return record, summary.generations([record]).iloc[0]
+
+
+def test_a_compiled_generation_compiles_before_the_clock_and_proves_its_tokens_by_the_eager_ones(monkeypatch):
+    entered = []
+
+    def slow_at_first(model):
+        def step(input_ids, **rest):
+            time.sleep(0.0 if entered else 1.0)
+            entered.append(input_ids.shape[-1])
+            return model(input_ids=input_ids, **rest)
+
+        return step
+
+    record, row = compiled(load("llama"), monkeypatch, slow_at_first)
+    assert entered == [1] * 10  # five steps to warm up, five under the clock; the prefill stays eager
+    assert record["warmup_s"] > 1 > record["arrival_times_s"][-1]
+    assert record["cache_lengths"] == list(range(PROMPT_TOKENS, PROMPT_TOKENS + 6))
+    assert record["token_ids"] == record["eager"]["token_ids"] and row["status"] == "ok" and row["compiled"]
+
+
+def test_a_compiled_generation_that_chooses_other_tokens_is_refused(monkeypatch):
+    def wrong(model):
+        return lambda input_ids, **rest: model(input_ids=input_ids.flip(0) * 0 + 7, **rest)
+
+    _, row = compiled(load("llama"), monkeypatch, wrong)
+    assert (row["status"], row["reason"]) == ("refused", "tokens_differ")
+
+
+def test_without_a_compiler_a_compiled_generation_is_a_failure_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    record, row = compiled(load("llama"), monkeypatch, lambda model: model)
+    assert row["status"] == "failed" and "install g++" in row["reason"] and "\n" not in row["reason"]
+
+
+def test_the_reason_of_a_compilation_that_fails_names_its_cause(monkeypatch):
+    def fails(model):
+        raise RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand: g++")
+
+    record, _ = compiled(load("llama"), monkeypatch, fails)
+    assert record["status"] == "failed"
+    assert record["reason"] == "RuntimeError: backend='inductor' raised: CppCompileError: C++ compile error"
+
+
+@pytest.mark.slow
+def test_a_real_compiler_gives_the_eager_tokens():
+    asked = point(cache="static", compiled=True, output_tokens=6)
+    record = decoding.measure_generation(load("llama"), asked, numpy.random.default_rng(5))
+    assert summary.generations([record])["status"].item() == "ok", record["reason"]
 
 
 def test_br28_cache_size_and_length_are_read_from_every_generation_of_caches():

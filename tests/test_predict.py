@@ -9,7 +9,7 @@ from kvlab import paths, records, whatif
 from kvlab.__main__ import main
 from kvlab.analyse import calibrate, cost, predict, published, summary
 from kvlab.analyse.predict import Case, Machine
-from kvlab.article import prose, world
+from kvlab.article import choice, prose, world
 
 CPU = Machine("a CPU", 12e9, 8e9, {"float32": 100e9, "bfloat16": 50e9}, 3e-4, False, "measured")
 KNOWN = cost.known_models()
@@ -55,6 +55,24 @@ def test_eager_attention_pays_for_its_scores():
     assert eager > 1.5 * sdpa
 
 
+def test_large_scores_are_written_to_pages_given_anew_four_times_a_layer():
+    slow = replace(CPU, page_s=1e-6)
+    asked = {length: case(context=length, attention="eager") for length in (512, 2048)}
+    paid_s = {n: predict.ttft_s(slow, each).value - predict.ttft_s(CPU, each).value for n, each in asked.items()}
+    pages = 4 * SMALL.layers * SMALL.heads * 2048**2 * 4 / predict.PAGE_BYTES  # product, scaled, masked, softmax
+    assert paid_s == {512: 0, 2048: pytest.approx(pages * 1e-6)}
+
+
+def test_a_whole_generation_is_bound_by_what_binds_its_longer_phase():
+    cheap = replace(CPU, launch_s_per_layer=1e-6)
+    for tokens, bound in ((2, ("compute-bound", "prefill")), (512, ("bandwidth-bound", "decode"))):
+        for quantity in (predict.total_s, predict.total_speedup, predict.throughput_tokens_per_s):
+            found = quantity(cheap, case(LARGE, 512, output_tokens=tokens))
+            assert (found.regime, found.phase) == bound
+        assert f"({bound[1]})" in choice.table(choice.Choice(cheap, case(LARGE, 512, output_tokens=tokens)), "en")
+    assert predict.tpot_s(cheap, case(LARGE)).phase is None
+
+
 def test_an_engine_shares_the_weights_among_requests_and_is_held_up_by_their_prefills():
     card = published.calibrated("A10").machine
     served = [case(LARGE, batch=n, stack="vllm", dtype="bfloat16", output_tokens=64) for n in (1, 8)]
@@ -65,7 +83,7 @@ def test_an_engine_shares_the_weights_among_requests_and_is_held_up_by_their_pre
 
 def test_a_calibration_finds_the_machine_that_made_the_points():
     true = replace(CPU, read_bandwidth_bytes_per_s=7e9, flops_per_s={"float32": 60e9}, launch_s_per_layer=9e-4)
-    points = [calibrate.Point(asked, quantity, predict.predict(true, asked, quantity).value)
+    points = [calibrate.Point(asked, quantity, predict.QUANTITIES[quantity](true, asked).value)
               for length in (128, 256, 512, 1024, 2048) for kernel in ("eager", "sdpa")
               for quantity in ("ttft_s", "tpot_s", "tpot_no_cache_s")
               for asked in [case(context=length, attention=kernel)]]  # fmt: skip
@@ -133,7 +151,7 @@ def test_an_interval_holds_the_value_and_comes_from_the_same_sort_of_figure():
 def test_the_command_prints_predictions_labelled_as_such(capsys):
     assert main(["predict", "--model", "Qwen2.5-7B-Instruct", "--machine", "a10", "--concurrency", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "predicted, not measured" in printed and "bandwidth-bound" in printed
+    assert "predicted, not measured" in printed and "bandwidth-bound in decode" in printed
     assert "Transformers, one request" in printed and "vLLM, 8 at once" in printed
     assert max(map(len, printed.splitlines())) < 130 and "None" not in printed
 

@@ -11,6 +11,7 @@ from kvlab.analyse import definitions as d
 from kvlab.analyse.summary import Estimate, interval, measured
 
 PARTS = ("weights", "kv_reads", "cache_copies", "launch", "sampling", "serving")
+STACKS = ("dynamic", "static", "static_compiled", "vllm_eager", "vllm_compiled")
 COMPUTED = ("weights", "kv_reads", "cache_copies")  # bytes by the configuration over a measured bandwidth
 
 
@@ -18,7 +19,7 @@ COMPUTED = ("weights", "kv_reads", "cache_copies")  # bytes by the configuration
 class Token:
     """One stack's time per token in seconds at one context length, and the parts that are known of it."""
 
-    stack: str
+    stack: str  # of STACKS
     tpot_s: pd.Series  # one value per repetition
     parts: dict[str, float]  # name of PARTS -> seconds; "serving" is what remains
     threads: int
@@ -55,60 +56,61 @@ def floor_parts(a: cost.Architecture, dtype: str, tokens: int, bytes_per_s: floa
 
 
 def transformers_token(
-    p: SimpleNamespace, a: cost.Architecture, rows: pd.DataFrame, thin: pd.DataFrame, ceilings: pd.DataFrame
+    p: SimpleNamespace, a: cost.Architecture, stack: str, rows: pd.DataFrame, thin: pd.DataFrame, ceilings: pd.DataFrame
 ) -> Token:
-    """A token of Transformers, executed eagerly; `rows` are its generations.
+    """A token of Transformers; `rows` are its generations.
 
     `thin` are generations of the same layers with matrices of next to nothing: what is left there is launches and
-    Python. On a card they run while it works, so only what exceeds the work counts. `ceilings` hold "sampling" too.
+    Python. On a card they run while it works, so only what exceeds the work counts. Without them (compiled execution,
+    whose fused operations nothing splits) launches stay in the remainder. `ceilings` hold "sampling" too.
     """
     first = rows.iloc[0]
-    tokens = int(first["context_length"] + first["output_tokens"] // 2)
-    batch = int(first["batch_size"])
+    tokens, batch = int(first["context_length"] + first["output_tokens"] // 2), int(first["batch_size"])
     parts = floor_parts(a, p.dtype, tokens, ceiling(ceilings, "read", p.threads).median, batch)
     copied = cost.cache_copy_bytes(a, tokens, p.dtype, first["attention"], first["cache"], batch)
     parts["cache_copies"] = copied / ceiling(ceilings, "copy", p.threads).median
     hidden_s = sum(parts.values()) if p.device == "cuda" else 0.0
-    parts["launch"] = max(float(thin["tpot_s"].median()) - hidden_s, 0.0)
+    if len(thin):
+        parts["launch"] = max(float(thin["tpot_s"].median()) - hidden_s, 0.0)
     parts["sampling"] = ceiling(ceilings, "sampling").median
-    return Token(first["cache"], rows["tpot_s"], parts, p.threads)
+    return Token(stack, rows["tpot_s"], parts, p.threads)
 
 
-def vllm_token(a: cost.Architecture, dtype: str, requests: pd.DataFrame, ceilings: pd.DataFrame, threads: int) -> Token:
+def vllm_token(
+    p: SimpleNamespace, a: cost.Architecture, stack: str, rows: pd.DataFrame, ceilings: pd.DataFrame
+) -> Token | None:
     """A token of vLLM with one request in flight; all beyond its floor is one part, since nothing splits it."""
-    tokens = int(requests["context_length"].iloc[0] + requests["output_tokens"].iloc[0] // 2)
-    parts = floor_parts(a, dtype, tokens, ceiling(ceilings, "read", threads).median)
-    parts["serving"] = float(requests["tpot_s"].median()) - sum(parts.values())
-    return Token("vllm", requests["tpot_s"], parts, threads)
+    threads, first = p.server_threads if p.device == "cpu" else p.threads, rows.iloc[0]
+    tokens, read = int(first["context_length"] + first["output_tokens"] // 2), ceiling(ceilings, "read", threads)
+    parts = floor_parts(a, p.dtype, tokens, read.median)
+    parts["serving"] = float(rows["tpot_s"].median()) - sum(parts.values())
+    return Token(stack, rows["tpot_s"], parts, threads) if read.n else None
 
 
 def tokens(
-    p: SimpleNamespace,
-    a: cost.Architecture,
-    generations: pd.DataFrame,
-    apart: pd.DataFrame,
-    requests: pd.DataFrame,
+    p: SimpleNamespace, a: cost.Architecture, generations: pd.DataFrame, apart: pd.DataFrame, requests: pd.DataFrame,
     ceilings: pd.DataFrame,
-) -> list[Token]:
+) -> list[Token]:  # fmt: skip
     """The token of every stack at the length of `apart`, the generations of anatomy.jsonl.
 
     A server at `base_url` is left out: the machine it runs on has not been measured.
     """
-    kernel, context_length, found = p.attention_kernels[-1], apart["context_length"].max(), []
-    for cache, frame in (("dynamic", generations), ("static", apart)):
-        rows = cached(frame[(frame["cache"] == cache) & (frame["model"] == p.model)], kernel, context_length)
-        thin = cached(apart[(apart["cache"] == cache) & (apart["model"] == f"thin:{p.model}")], kernel, context_length)
-        if len(rows) and len(thin) and ceiling(ceilings, "read", p.threads).n:
-            found.append(transformers_token(p, a, rows, thin, ceilings))
+    at, found = (p.attention_kernels[-1], apart["context_length"].max()), []
+    for stack, frame in zip(STACKS[:3], (generations, apart, apart)):
+        cache, compiled = stack.removesuffix("_compiled"), stack.endswith("_compiled")
+        rows, thin = (
+            cached(each[(each["cache"] == cache) & (each["compiled"] == compiled) & (each["model"] == model)], *at)
+            for each, model in ((frame, p.model), (apart, f"thin:{p.model}"))
+        )
+        if len(rows) and (compiled or len(thin)) and ceiling(ceilings, "read", p.threads).n:
+            found.append(transformers_token(p, a, stack, rows, thin, ceilings))
     alone = measured(requests)
-    alone = alone[(alone["concurrency"] == 1) & (alone["context_length"] == context_length)]
-    threads = p.server_threads if p.device == "cpu" else p.threads
-    alone = alone.groupby("repetition")[
-        ["tpot_s", "context_length", "output_tokens"]
-    ].median()  # requests are no repetitions
-    if len(alone) and not p.base_url and ceiling(ceilings, "read", threads).n:
-        found.append(vllm_token(a, p.dtype, alone, ceilings, threads))
-    return found
+    alone = alone[(alone["concurrency"] == 1) & (alone["context_length"] == at[1])]
+    values = ["tpot_s", "context_length", "output_tokens"]
+    for stack, eager in zip(STACKS[3:], (True, False)):
+        rows = alone[alone["enforce_eager"] == eager].groupby("repetition")[values].median()  # requests do not repeat
+        found.append(vllm_token(p, a, stack, rows, ceilings) if len(rows) and not p.base_url else None)
+    return [token for token in found if token]
 
 
 def waterfall(found: list[Token]) -> pd.DataFrame:
@@ -119,11 +121,8 @@ def waterfall(found: list[Token]) -> pd.DataFrame:
         left = {} if "serving" in token.parts else {"unexplained": tpot_s - sum(token.parts.values())}
         for part, seconds in (token.parts | left).items():
             basis = "computed" if part in COMPUTED else "measured" if part in ("launch", "sampling") else "remainder"
-            rows.append(
-                {"stack": token.stack, "part": part, "basis": basis, "threads": token.threads, "seconds": seconds}
-                | {"start": start_s / token.floor_s, "length": seconds / token.floor_s}
-                | {"tpot_s": tpot_s, "floor_s": token.floor_s}
-            )
+            place = (start_s / token.floor_s, seconds / token.floor_s)
+            rows.append((token.stack, part, basis, token.threads, seconds, *place, tpot_s, token.floor_s))
             start_s += seconds
     names = ["stack", "part", "basis", "threads", "seconds", "start", "length", "tpot_s", "floor_s"]
     return pd.DataFrame(rows, columns=names)
@@ -134,11 +133,8 @@ SLICE = ["layers", "repetition", "process", "context_length", "output_tokens", "
 
 def slices(records: list[dict]) -> pd.DataFrame:
     """One row per generation of a layer slice."""
-    rows = [
-        {name: r["point"].get(name, r.get(name)) for name in SLICE} | {"ttft_s": d.ttft_s(r), "tpot_s": d.tpot_s(r)}
-        for r in records
-        if r["kind"] == "generation" and r["point"].get("layers") and r["status"] == d.OK
-    ]
+    found = [r for r in records if r["kind"] == "generation" and r["point"].get("layers") and r["status"] == d.OK]
+    rows = [r | r["point"] | {"ttft_s": d.ttft_s(r), "tpot_s": d.tpot_s(r)} for r in found]
     return pd.DataFrame(rows, columns=SLICE).astype({"ttft_s": float, "tpot_s": float})
 
 
@@ -147,15 +143,8 @@ def extrapolated(frame: pd.DataFrame, value: str, layers: int) -> pd.DataFrame:
     rows = []
     for repetition, group in frame.groupby("repetition"):
         if group["layers"].nunique() > 1:
-            slope, intercept = np.polyfit(group["layers"], group[value], 1)
-            rows.append(
-                {
-                    "repetition": repetition,
-                    "per_layer_s": slope,
-                    "rest_s": intercept,
-                    "whole_s": intercept + slope * layers,
-                }
-            )
+            slope, rest_s = np.polyfit(group["layers"], group[value], 1)
+            rows.append((repetition, slope, rest_s, rest_s + slope * layers))
     return pd.DataFrame(rows, columns=["repetition", "per_layer_s", "rest_s", "whole_s"])
 
 

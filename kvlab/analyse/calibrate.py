@@ -53,9 +53,9 @@ class Calibration:
         return replace(found, low=found.value * float(low), high=found.value * float(high))
 
 
-CPU_TERMS = ("read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s", "launch_s_per_layer")
+CPU_TERMS = ("read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s", "launch_s_per_layer", "page_s")
 GPU_STEP_TERMS = ("bandwidth", "launch_s_per_layer", "launch_s_per_operation", "kernel_s")
-START = {"launch_s_per_layer": 2e-4, "launch_s_per_operation": 1e-5, "kernel_s": 5e-6}
+START = {"launch_s_per_layer": 2e-4, "launch_s_per_operation": 1e-5, "kernel_s": 5e-6, "page_s": 1e-6}
 RATES = ("bandwidth", "read_bandwidth_bytes_per_s", "copy_bandwidth_bytes_per_s", "flops_per_s")
 BELIEF = 1.0  # standard deviation, in natural logarithms, of a term around its ceiling or START
 

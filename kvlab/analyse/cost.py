@@ -111,8 +111,8 @@ def cache_copy_bytes(
     """Bytes read and written per decode step around a cache of `tokens` tokens, beyond reading it for attention.
 
     A dynamic cache joins the new token by copying all it holds. Eager attention copies keys and values once per query
-    head; SDPA does where a window's mask keeps it from taking groups. Latents are expanded: keys and values are
-    written, and the keys copied once more to join their rotary part.
+    head and reads the copies in their place; SDPA does where a window's mask keeps it from taking groups. Latents are
+    expanded: keys and values are written, and the keys copied once more to join their rotary part.
     """
     held = kv_cache_bytes(a, tokens, dtype, batch)
     copied = 2 * held if cache == "dynamic" else 0
@@ -121,5 +121,5 @@ def cache_copy_bytes(
     if a.latent_dim:
         return copied + held * a.heads * (3 * a.key_dim + a.value_dim) // a.latent_dim
     if repeats > 1 and (attention == "eager" or (attention == "sdpa" and masked)):
-        copied += (1 + repeats) * held
+        copied += 2 * repeats * held
     return copied

@@ -25,8 +25,8 @@ def engine(found: list[breakdown.Token], large: Estimate, growth: float | None) 
     concurrency over that of one request.
     """
     shares = {token.stack: token.removable for token in found}
-    small, served = shares.get("dynamic", NOTHING), shares.get("vllm", NOTHING)
-    numbers = {"small": small, "large": large, "served": served, "growth": growth, "n": min(small.n, large.n)}
+    small = shares.get("dynamic", NOTHING)
+    numbers = {"small": small, "large": large, "growth": growth, "n": min(small.n, large.n)}
     holds, fails = small.low > large.high, small.high <= large.low
     return Answer("q3", verdict(holds, fails, small, large), small, numbers)
 
@@ -34,21 +34,16 @@ def engine(found: list[breakdown.Token], large: Estimate, growth: float | None) 
 def tiers(gaps: pd.DataFrame) -> Answer:
     """Q4: how far apart the phases are on two machines; one of them predicted, so no verdict is passed."""
     by_phase = gaps.set_index("phase").to_dict("index")
-    numbers = {
-        f"{phase}_{value}": by_phase.get(phase, {}).get(value)
-        for phase in ("ttft", "tpot")
-        for value in ("gap", "ceiling")
-    }
+    values = [(phase, value) for phase in ("ttft", "tpot") for value in ("gap", "gap_low", "gap_high", "ceiling")]
+    numbers = {f"{phase}_{value}": by_phase.get(phase, {}).get(value) for phase, value in values}
     times = by_phase.get("ttft", {}).get("here", NOTHING)
     return Answer("q4", "predicted_only" if times.n else "no_verdict", times, numbers)
 
 
 def memory(generations: pd.DataFrame, a: cost.Architecture, dtype: str) -> Answer:
     """Q5: the cache holds exactly the bytes that the formula gives, at every length that was measured."""
-    keep = (
-        (generations["status"] == "ok") & generations["use_cache"].astype(bool) & generations["kv_cache_bytes"].notna()
-    )
-    rows = generations[keep]
+    rows = generations[(generations["status"] == "ok") & generations["use_cache"].astype(bool)]
+    rows = rows.dropna(subset=["kv_cache_bytes"])
     held = zip(rows["context_length"] + rows["output_tokens"] - 1, rows["batch_size"])
     formula = [cost.kv_cache_bytes(a, int(tokens), dtype, int(batch)) for tokens, batch in held]
     by_repetition = (rows["kv_cache_bytes"] / formula).groupby(rows["repetition"])

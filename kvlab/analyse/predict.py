@@ -17,8 +17,9 @@ from kvlab.analyse.architecture import Architecture
 
 SCORE_PASSES = {2: 12, 4: 8}  # reads and writes of eager attention's scores, in numbers, by bytes per number
 ATTENTION_KERNELS = {"eager": 7, "sdpa": 2, "flash_attention_2": 3}  # launched per layer
-IN_CACHE = 0.1  # of a pass through memory
+IN_CACHE = 0.25  # of a pass through memory
 CPU_CACHE_BYTES = 2**25  # a usual last-level cache, and the largest block that glibc keeps instead of giving it back
+PAGE_BYTES = 4096
 PARTS = {
     "compute-bound": ("products", "attention"),
     "bandwidth-bound": ("weights", "scores", "elementwise", "cache_read", "cache_copy"),
@@ -46,6 +47,7 @@ class Machine:
     launch_s_per_operation: float = 0.0  # of a kernel, beyond its layer's share
     kernel_s: float = 0.0  # what even the smallest kernel occupies the device for
     cache_bytes: float | None = None  # what fits is not read from memory again; None: CPU_CACHE_BYTES, on a GPU 0
+    page_s: float = 0.0  # for the system to give a page of memory anew; a GPU's allocator keeps what it has
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Prediction:
     regime: str  # "launch-bound", "bandwidth-bound" or "compute-bound"
     low: float | None = None
     high: float | None = None
+    phase: str | None = None  # of a whole generation, "prefill" or "decode": the longer one, whose regime it is
 
 
 class Work(NamedTuple):
@@ -134,19 +137,19 @@ def work(c: Case, tokens: int, cached: int) -> Work:
 def parts_s(m: Machine, c: Case, tokens: int, cached: int = 0) -> dict[str, float]:
     """Seconds of each part of one forward pass; what hides behind another part is 0."""
     w = work(c, tokens, cached)
-    rate, read, copy = flops_per_s(m, c.dtype), m.read_bandwidth_bytes_per_s, m.copy_bandwidth_bytes_per_s
-    elementwise = w.elementwise_bytes * _from_memory(m, w.elementwise_tensor_bytes) / copy
+    rate, read = flops_per_s(m, c.dtype), m.read_bandwidth_bytes_per_s
+    elementwise = _passes_s(m, w.elementwise_bytes, w.elementwise_tensor_bytes)
     kernels, stack = w.small_kernels * m.kernel_s, STACKS[c.stack]
     launch = w.layers * m.launch_s_per_layer + w.launches * m.launch_s_per_operation
     return {
         "products": w.product_flops / rate,
         "weights": w.weight_bytes / read,
         "attention": w.attention_flops / rate,
-        "scores": w.score_bytes * _from_memory(m, w.score_tensor_bytes) / copy,
+        "scores": _passes_s(m, w.score_bytes, w.score_tensor_bytes),
         "elementwise": elementwise * (elementwise > kernels),  # no kernel is shorter than the shortest
         "kernels": kernels * (elementwise <= kernels),
         "cache_read": w.cache_bytes / read,
-        "cache_copy": w.copied_bytes * _from_memory(m, w.cache_bytes / w.layers) / copy,
+        "cache_copy": _passes_s(m, w.copied_bytes, w.cache_bytes / w.layers),
         "launch": 0.0 if stack.graphs else launch,
         "step": stack.step_s,
     }
@@ -159,10 +162,12 @@ def flops_per_s(m: Machine, dtype: str) -> float:
     return m.flops_per_s[dtype]
 
 
-def _from_memory(m: Machine, size: float) -> float:
-    """What passes over tensors of this size cost, in passes through memory."""
+def _passes_s(m: Machine, moved_bytes: float, tensor_bytes: float) -> float:
+    """Seconds to read and write tensors of this size; what is written of large ones lies in pages given anew."""
     cache = m.cache_bytes if m.cache_bytes is not None else 0 if m.launch_overlaps else CPU_CACHE_BYTES
-    return 1.0 if size > cache else IN_CACHE
+    if tensor_bytes <= cache:
+        return moved_bytes * IN_CACHE / m.copy_bandwidth_bytes_per_s
+    return moved_bytes / m.copy_bandwidth_bytes_per_s + moved_bytes / 2 / PAGE_BYTES * m.page_s
 
 
 def forward(m: Machine, c: Case, tokens: int, cached: int = 0) -> Prediction:
@@ -201,18 +206,20 @@ def tpot_s(m: Machine, c: Case, use_cache: bool = True) -> Prediction:
 
 def total_s(m: Machine, c: Case, use_cache: bool = True) -> Prediction:
     """Prefill and every decode step, in seconds."""
-    tpot = tpot_s(m, c, use_cache)
-    return Prediction(ttft_s(m, c).value + (c.output_tokens - 1) * tpot.value, tpot.regime)
+    prefill, tpot = ttft_s(m, c), tpot_s(m, c, use_cache)
+    decode_s = (c.output_tokens - 1) * tpot.value
+    longer = ("prefill", prefill) if prefill.value > decode_s else ("decode", tpot)
+    return Prediction(prefill.value + decode_s, longer[1].regime, phase=longer[0])
 
 
 def e2e_per_token_s(m: Machine, c: Case) -> Prediction:
     """Total time over output tokens, the time to the first included."""
     total = total_s(m, c)
-    return Prediction(total.value / c.output_tokens, total.regime)
+    return replace(total, value=total.value / c.output_tokens)
 
 
 def tpot_speedup(m: Machine, c: Case) -> Prediction:
-    """TPOT without cache over TPOT with it; the regime is that of the cached step."""
+    """TPOT without cache over TPOT with it; the regime is that of the cached arm."""
     return _ratio(tpot_s, m, c)
 
 
@@ -223,13 +230,13 @@ def total_speedup(m: Machine, c: Case) -> Prediction:
 
 def _ratio(quantity: Callable, m: Machine, c: Case) -> Prediction:
     cached = quantity(m, c)
-    return Prediction(quantity(m, c, use_cache=False).value / cached.value, cached.regime)
+    return replace(cached, value=quantity(m, c, use_cache=False).value / cached.value)
 
 
 def throughput_tokens_per_s(m: Machine, c: Case) -> Prediction:
     """Output tokens per second of all `batch` requests together, prefills included."""
     total = total_s(m, c)
-    return Prediction(c.batch * c.output_tokens / total.value, total.regime)
+    return replace(total, value=c.batch * c.output_tokens / total.value)
 
 
 QUANTITIES: dict[str, Callable] = {
@@ -239,8 +246,3 @@ QUANTITIES: dict[str, Callable] = {
     "tpot_no_cache_s": lambda m, c: tpot_s(m, c, use_cache=False),
     "total_no_cache_s": lambda m, c: total_s(m, c, use_cache=False),
 }  # fmt: skip
-
-
-def predict(m: Machine, c: Case, quantity: str) -> Prediction:
-    """One quantity of QUANTITIES."""
-    return QUANTITIES[quantity](m, c)

@@ -123,9 +123,9 @@ def swept(frame: pd.DataFrame) -> pd.DataFrame:
 TIMES = {"ttft_s": d.ttft_s, "tpot_s": d.tpot_s, "e2e_s": d.e2e_s}
 POINT = ["attention", "cache", "context_length", "output_tokens", "batch_size"]
 GENERATION = [
-    "environment", "model", "dtype", *POINT, "use_cache", "repetition", "process", "pair", "control", "status",
-    "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes", "peak_memory_bytes", "cpu_time_s",
-    "disturbed",
+    "environment", "model", "dtype", *POINT, "use_cache", "compiled", "warmup_s", "repetition", "process",
+    "pair", "control", "status", "reason", "ttft_s", "tpot_s", "e2e_s", "kv_cache_bytes", "parameter_bytes",
+    "peak_memory_bytes", "cpu_time_s", "disturbed",
 ]  # fmt: skip
 
 
@@ -134,8 +134,10 @@ def generations(records: list[dict]) -> pd.DataFrame:
     rows = [
         {name: r.get(name) for name in GENERATION}
         | {name: r["point"].get(name) for name in ("model", "dtype", *POINT)}
-        | {"control": bool(r.get("control")), "disturbed": load.disturbed(r)}
+        | {"control": bool(r.get("control")), "compiled": bool(r["point"].get("compiled"))}
+        | {"disturbed": load.disturbed(r)}
         | times_s(r)
+        | ({"status": "refused", "reason": "tokens_differ"} if r["status"] == d.OK and not as_eager(r) else {})
         for r in of_kind(records, "generation")
     ]
     return numeric(pd.DataFrame(rows, columns=GENERATION), *TIMES, "kv_cache_bytes", "peak_memory_bytes")
@@ -210,6 +212,11 @@ def agree(cached: dict, uncached: dict) -> bool:
         return False
     choices = zip(cached["token_ids"], uncached["token_ids"], cached["top2_margins"], differences)
     return all(a == b or margin < 2 * difference for a, b, margin, difference in choices)
+
+
+def as_eager(record: dict) -> bool:
+    """A compiled generation chose what its eager arm had chosen; any other has nothing to prove."""
+    return "eager" not in record or agree(record, record["eager"])
 
 
 def first_difference(cached: dict, uncached: dict) -> tuple[int | None, float | None]:

@@ -58,11 +58,8 @@ def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet
         whole_s = breakdown.extrapolated(slices, f"{phase}_s", a.layers)["whole_s"]
         whole = interval(whole_s * (longer if phase == "ttft" else 1))
         time: Prediction = there[phase]
-        rows.append(
-            {"phase": phase, "gap": whole.median / time.value, "gap_low": whole.low / time.high}
-            | {"gap_high": whole.high / time.low, "ceiling": ceiling_ratio(phases[phase], here, sheet, there["dtype"])}
-            | {"here": whole}
-        )
+        gap = (whole.median / time.value, whole.low / time.high, whole.high / time.low)
+        rows.append((phase, *gap, ceiling_ratio(phases[phase], here, sheet, there["dtype"]), whole))
     return pd.DataFrame(rows, columns=["phase", "gap", "gap_low", "gap_high", "ceiling", "here"])
 
 

@@ -47,29 +47,25 @@ class Choice:
         return max(0, int(left // self.kv_bytes))
 
 
-def numbers(choice: Choice) -> dict[str, tuple]:
-    """Row -> (value, unit, regime or None), each value predicted or computed from the model's configuration."""
-    found = {name: predict.predict(choice.machine, choice.case, name) for name in QUANTITIES}
-    rows = {name: (found[name].value, unit, found[name].regime) for name, unit in QUANTITIES.items()}
-    return rows | {
-        "kv_bytes": (choice.kv_bytes, "B", None),
-        "requests_that_fit": (choice.requests_that_fit, "count", None),
-    }
-
-
 def table(choice: Choice, language: str) -> str:
-    """The numbers as an HTML table that says what kind of number each is."""
+    """What is predicted and what is computed from the model's configuration, as an HTML table that says which."""
+    found = {name: (predict.QUANTITIES[name](choice.machine, choice.case), unit) for name, unit in QUANTITIES.items()}
+    rows = [(name, each.value, unit, bound_by(each), "kind.predicted") for name, (each, unit) in found.items()]
+    rows.append(("kv_bytes", choice.kv_bytes, "B", None, "choice.computed"))
+    rows.append(("requests_that_fit", choice.requests_that_fit, "count", None, "choice.computed"))
     rows = [
-        {
-            "what": prose.both(f"choice.{name}"),
-            "value": prose.friendly(value, unit, language),
-            "regime": prose.both(f"choice.{regime}") if regime else None,
-            "kind": prose.both("kind.predicted" if regime else "choice.computed"),
-        }
-        for name, (value, unit, regime) in numbers(choice).items()
+        {"what": prose.both(f"choice.{name}"), "value": prose.friendly(value, unit, language)}
+        | {"regime": bound, "kind": prose.both(kind)}
+        for name, value, unit, bound, kind in rows
     ]
     headings = {name: f"choice.{name}" for name in ("what", "value", "regime", "kind")}
     return prose.html_table(rows, headings, language, choice.machine.source or choice.machine.name)
+
+
+def bound_by(found: predict.Prediction) -> dict[str, str]:
+    """Its regime, and of a whole generation the phase that takes longer, whose regime it is."""
+    regime, phase = prose.both(f"choice.{found.regime}"), found.phase and prose.both(f"label.{found.phase}")
+    return prose.both("choice.in_phase", regime=regime, phase=phase) if phase else regime
 
 
 def curve_point(choice: Choice, context: int) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 import inspect
 import itertools
+import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -44,12 +46,14 @@ def generate(
     use_cache: bool,
     synchronize: Callable[[], None],
     feed: Sequence | None = None,
-    cache: str = "dynamic",
+    cache: object = "dynamic",
+    compiled: bool = False,
 ) -> Generation:
     """Generate exactly `output_tokens` tokens greedily; no token ends it early.
 
     `prompt_ids` is one list of ids or one per sequence of a batch. With `feed` (same nesting, output_tokens
-    long) these tokens go in instead of the model's own choices, which are recorded all the same.
+    long) these tokens go in instead of the model's own choices, which are recorded all the same. `cache` is a kind,
+    or one to be used again. With `compiled`, steps of one token run compiled; what enters the model is not seen then.
     Raises ValueError when prompt and output exceed the model's positions.
     """
     device = next(model.parameters()).device
@@ -57,11 +61,11 @@ def generate(
     ids = ids.reshape(-1, ids.shape[-1])  # (batch, prompt_tokens)
     fed = None if feed is None else torch.tensor(feed, device=device).reshape(len(ids), -1)
     _check_positions(model, ids.shape[-1], output_tokens)
-    last_logits = _last_logits_function(model)
-    past = _new_cache(model, cache, len(ids), ids.shape[-1] + output_tokens) if use_cache else None
+    last_logits = _last_logits_function(model, compiled)
+    past = _empty_cache(model, cache, len(ids), ids.shape[-1] + output_tokens) if use_cache else None
     watch = timing.Stopwatch(synchronize, device_events=device.type == "cuda")
     notes = []
-    with torch.inference_mode(), _observed_inputs(model) as seen:
+    with torch.inference_mode(), nullcontext([]) if compiled else _observed_inputs(model) as seen:
         step_ids = ids
         watch.start()  # the device is idle: the clock runs from the launch of the prefill forward
         for step in range(output_tokens):
@@ -105,24 +109,40 @@ def _check_positions(model: torch.nn.Module, prompt_tokens: int, output_tokens: 
         )
 
 
-def _last_logits_function(model: torch.nn.Module) -> Callable:
+def _last_logits_function(model: torch.nn.Module, compiled: bool = False) -> Callable:
     """Return a forward pass that computes the last position's logits only, as the class offers it."""
     parameters = inspect.signature(model.forward).parameters
     limit = next((name for name in ("logits_to_keep", "num_logits_to_keep") if name in parameters), None)
+    whole = model if limit else model.base_model
+    step = _compiled(whole) if compiled else whole
 
-    def with_limit(ids: torch.Tensor, past: object, use_cache: bool) -> tuple:
-        answer = model(input_ids=ids, past_key_values=past, use_cache=use_cache, **{limit: 1})
-        return answer.logits[:, -1], answer.past_key_values
-
-    def base_and_head(ids: torch.Tensor, past: object, use_cache: bool) -> tuple:
-        answer = model.base_model(input_ids=ids, past_key_values=past, use_cache=use_cache)
+    def last_logits(ids: torch.Tensor, past: object, use_cache: bool) -> tuple:
+        more = {limit: 1} if limit else {}
+        if compiled and "cache_position" in parameters:  # 4.49 would look it up in the cache's numbers
+            more["cache_position"] = memory.cache_length(past) + torch.arange(ids.shape[-1], device=ids.device)
+        call = step if ids.shape[-1] == 1 else whole
+        answer = call(input_ids=ids, past_key_values=past, use_cache=use_cache, **more)
+        if limit:
+            return answer.logits[:, -1], answer.past_key_values
         return model.get_output_embeddings()(answer.last_hidden_state[:, -1]), answer.past_key_values
 
-    return with_limit if limit else base_and_head
+    return last_logits
 
 
-def _new_cache(model: torch.nn.Module, kind: str, batch_size: int, length: int) -> object | None:
-    """Return an empty cache of the model's own layout; a static one has room for exactly this generation."""
+def _compiled(model: torch.nn.Module) -> Callable:
+    """The model as Transformers' own `generate` compiles it, once; on a card into CUDA graphs."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
+        raise RuntimeError("torch.compile needs a C++ compiler, and there is none: install g++")
+    mode = "reduce-overhead" if model.device.type == "cuda" else "default"
+    return model.get_compiled_call(transformers.CompileConfig(fullgraph=True, dynamic=False, mode=mode))
+
+
+def _empty_cache(model: torch.nn.Module, kind: object, batch_size: int, length: int) -> object | None:
+    """Return an empty cache of the model's own layout, or this one emptied; a static one has room for just `length`."""
+    if hasattr(kind, "reset"):
+        with torch.inference_mode():  # which made its tensors
+            kind.reset()
+        return kind
     if kind not in CACHES:
         raise ValueError(f"unknown cache {kind!r}; choose one of {', '.join(CACHES)}")
     if getattr(model, "_supports_cache_class", True) is False:  # older ones make nested tuples
@@ -173,8 +193,27 @@ def measure_generation(model: torch.nn.Module, point: dict, rng: numpy.random.Ge
     """Run the point with the cache alone and return its raw record: a time, not half of a pair."""
     inputs = _inputs(model, point, rng)
     warmup_forwards = _warm_up(model, point, inputs)
-    raw, _ = _measure_arm(model, point, True, inputs)
+    raw, logits = _measure_arm(model, point, True, inputs)
+    if point.get("compiled") and raw["status"] == "ok":
+        raw = _measure_compiled(model, point, inputs, raw, logits)
     return {"kind": "generation", "point": point, "use_cache": True, "warmup_forwards": warmup_forwards, **raw}
+
+
+def _measure_compiled(model: torch.nn.Module, point: dict, inputs: dict, eager: dict, eager_logits: list) -> dict:
+    """Run the point compiled: once to compile (`warmup_s`, no token of it is timed), then again on the same cache.
+
+    The raw record holds what the eager arm chose: without the same tokens the times prove nothing.
+    """
+    room = (point.get("batch_size", 1), point["context_length"] + point["output_tokens"])
+    cache = _empty_cache(model, point["cache"], *room)  # graphs are bound to its address
+    inputs, start_s = inputs | {"cache": cache, "compiled": True}, time.perf_counter()
+    raw, logits = _measure_arm(model, point, True, inputs)
+    warmup_s = time.perf_counter() - start_s
+    if raw["status"] == "ok":
+        raw, logits = _measure_arm(model, point, True, inputs)
+    chosen = {name: eager[name] for name in ("token_ids", "top2_margins", "fed_sequence")}
+    differences = _logit_differences(logits, eager_logits)
+    return raw | {"warmup_s": warmup_s, "eager": chosen, "logit_differences": differences}
 
 
 def _measure_arms(
@@ -268,7 +307,8 @@ def failure(error: Exception) -> tuple[str, str]:
     """Return the status of what failed like this, and the reason in one line."""
     if isinstance(error, ValueError):
         return "refused", str(error)
-    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    said = (str(error) or "no message").replace("raised:\n", "raised: ").splitlines()[0]  # of torch.compile two
+    reason = f"{type(error).__name__}: {said}"
     return "out_of_memory" if is_out_of_memory(error) else "failed", reason
 
 
