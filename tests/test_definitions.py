@@ -71,7 +71,7 @@ def test_steps_are_the_gaps_after_the_first_token():
 
 def test_paired_ratio_is_without_over_with_and_absent_when_one_is():
     assert d.paired_ratio(6.0, 2.0) == 3.0
-    assert d.paired_ratio(None, 2.0) is None
+    assert d.paired_ratio(None, 2.0) is None and d.paired_ratio(6.0, None) is None and d.paired_ratio(6.0, 0.0) is None
 
 
 def served(stream, sent_s, times):

@@ -147,7 +147,7 @@ class VllmServer:
     """A vLLM server of our own for the length of a `with` block; entering waits until it has made a token.
 
     `threads`: OMP threads of a CPU build. `launcher`: the command that precedes the arguments. Raises
-    ServerError. It listens on loopback and serves only who has its token, which this process keeps in its
+    ServerError. It listens on loopback and makes tokens only for who has its token, which this process keeps in its
     environment variable `token_variable`. A guard process ends the server however this process ends, by SIGKILL too.
     """
 
