@@ -85,7 +85,7 @@ def test_throughput_counts_the_steady_window_only():
     assert d.steady_window_s(requests, 2) == (3.0, 9.0)
     assert d.throughput_tokens_per_s(requests, 2) == pytest.approx(2.0)
     lost = {"status": "failed", "stream": 0, "sent_s": 4.0}
-    assert d.throughput_tokens_per_s([*requests, lost], 2) == pytest.approx(2.0)
+    assert d.throughput_tokens_per_s([*requests, lost, served(0, 4.0, [])], 2) == pytest.approx(2.0)
 
 
 def test_throughput_is_absent_below_three_completions_a_stream():
