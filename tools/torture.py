@@ -37,7 +37,7 @@ VICTIMS = {  # kind -> what its command line holds, in the order in which a run 
     "guard": "measure/guard.py",
     "server": "vllm.entrypoints",
     "engine": "VLLM::",
-    "worker": "kvlab.measure.worker",
+    "worker": "-m kvlab.measure.",
 }
 ENDS, SERVING = ("make", "report"), ("guard", "server", "engine")  # a run is over with the former
 SOON_S, PATIENCE_S = 5, 90  # on average until a process that came is killed; at most until one comes
