@@ -185,7 +185,7 @@ class Torture:
         ends_s, servers = time.monotonic() + PATIENCE_S, self.said().count("first token after")
         serves = kind in SERVING and self.random.random() < 0.25  # else it is mostly its start that is hit
         while run.poll() is None and time.monotonic() < ends_s:
-            time.sleep(0.2)
+            time.sleep(0.5)
             said = self.said()
             if kind in SERVING and "kvlab: 03_" in said:
                 return False
