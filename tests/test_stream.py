@@ -182,6 +182,22 @@ def test_an_answer_that_the_server_gave_up_is_no_success(reason):
     assert (answer.error, answer.detail) == ("server_error", f"it gave up: {reason}")
 
 
+@pytest.mark.parametrize(
+    "event, arrivals",
+    [(text("a", "stop", **usage(1)), [0.01]), (text("", "length", **usage(1)), [0.01]),
+     (text("", "stop", **usage(1)), [])],
+)  # fmt: skip
+def test_a_single_token_is_seen_unless_it_is_the_end_marker(event, arrivals):
+    answer = parse((10, event), (20, DONE))
+    assert (answer.error, answer.arrival_times_s, answer.finished_s) == (None, arrivals, 0.01)
+
+
+def test_running_counts_that_fall_are_not_believed():
+    falling = [(10, text("a", **usage(3))), (20, text("b", **usage(1))), (30, text("c", "length", **usage(4)))]
+    answer = parse(*falling, (31, DONE))
+    assert (answer.chunk_tokens, answer.output_tokens) == ([None] * 3, 4)
+
+
 def test_role_only_and_empty_deltas_are_no_token_and_tool_calls_are():
     call = {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}
     answer = parse(
