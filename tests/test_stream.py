@@ -192,9 +192,10 @@ def test_a_single_token_is_seen_unless_it_is_the_end_marker(event, arrivals):
     assert (answer.error, answer.arrival_times_s, answer.finished_s) == (None, arrivals, 0.01)
 
 
-def test_running_counts_that_fall_are_not_believed():
-    falling = [(10, text("a", **usage(3))), (20, text("b", **usage(1))), (30, text("c", "length", **usage(4)))]
-    answer = parse(*falling, (31, DONE))
+@pytest.mark.parametrize("first, second", [(usage(3), usage(1)), (usage(1), {})])
+def test_running_counts_that_fall_or_leave_out_a_token_are_not_believed(first, second):
+    writes = [(10, text("a", **first)), (20, text("b", **second)), (30, text("c", "length", **usage(4)))]
+    answer = parse(*writes, (31, DONE))
     assert (answer.chunk_tokens, answer.output_tokens) == ([None] * 3, 4)
 
 

@@ -40,7 +40,7 @@ VICTIMS = {  # kind -> what its command line holds, in the order in which a run 
     "worker": "-m kvlab.measure.",
 }
 ENDS, SERVING = ("make", "report"), ("guard", "server", "engine")  # a run is over with the former
-SOON_S, PATIENCE_S = 5, 90  # on average until a process that came is killed; at most until one comes
+SOON_S, PATIENCE_S = 5, 180  # on average until a process that came is killed; at most until one comes
 RESERVE_S = 480  # kept for what comes after the kills
 ONE_RUN_S = 420
 STALE = 'class="warnings"'
@@ -200,7 +200,7 @@ class Torture:
     def kill_round(self, counts, most):
         """Start a run, kill some of its processes, and look at what they leave."""
         before, started_s = self.lines(), time.monotonic()
-        run = self.start()
+        run = self.start(f"SET={self.set} full_cache_space_gib=0.066")  # so that a second server is started
         killed = [kind for kind in self.plan(counts, most) if self.kill(run, kind)]
         counts.update(killed)
         self.finish(run)
