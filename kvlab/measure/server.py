@@ -208,6 +208,10 @@ class VllmServer:
         tokens = re.search(r"KV cache size: ([\d,]+) tokens", self._log())
         return int(tokens[1].replace(",", "")) if tokens else None
 
+    def is_gone(self):
+        """Nobody answers at its port any more."""
+        return self._ask("GET", "/v1/models", TOKEN_TIMEOUT_S) is None
+
     def stop(self):
         """End the server and all its processes, within a few seconds; harmless when it has ended already."""
         if self._guard is None:
