@@ -8,7 +8,7 @@ from pathlib import Path
 from kvlab import paths
 from kvlab.models import ModelSource
 
-CONFIGURATION = ("*.json", "tokenizer*", "*.txt", "*.model")  # no code: nothing else of a repository is fetched
+CONFIGURATION = ("*.json", "*.txt", "*.model", "*.tiktoken")  # no code: nothing else of a repository is fetched
 WEIGHTS = ("*.safetensors",)
 HUBS = {"modelscope": "modelscope", "huggingface": "huggingface_hub"}
 

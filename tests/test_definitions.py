@@ -26,12 +26,15 @@ def test_br06_four_tokens_per_chunk_are_forty_tokens_not_ten():
 def test_gaps_are_called_itl_only_where_every_chunk_is_one_counted_token():
     assert d.between_chunks_s(record([1.0, 2.0]))[1] == "tokens"
     assert d.between_chunks_s(record([1.0, 2.0], token_count_source="estimated"))[1] == "chunks"
+    assert d.between_chunks_s(record([1.0, 2.0], [1, 2]))[1] == "chunks"
+    assert d.between_chunks_s({"status": "ok", "arrival_times_s": [1.0, 2.0]})[1] == "chunks"
 
 
 def test_br07_one_token_has_no_tpot_and_no_text_has_no_ttft():
     assert d.tpot_s(record([0.08])) is None
     silent = record([], [], finished_s=0.08, output_tokens=1)
     assert (d.ttft_s(silent), d.tpot_s(silent), d.e2e_s(silent)) == (None, None, 0.08)
+    assert d.tpot_s(silent | {"output_tokens": 3}) is None
 
 
 def test_a_failed_request_has_no_latency_at_all():
@@ -41,7 +44,9 @@ def test_a_failed_request_has_no_latency_at_all():
 
 def test_br12_the_count_is_what_came_never_what_was_asked_for():
     assert d.output_tokens(record([0.1, 0.2], requested_output_tokens=512)) == 2
-    assert d.output_tokens(record([0.1, 0.2], [None, None])) is None
+    untold = record([0.1, 0.2], [None, None])
+    assert d.output_tokens(record([], [])) is None
+    assert d.output_tokens(untold) is None and d.tpot_s(untold) is None
     assert d.output_tokens(record([0.1], [None], output_tokens=7)) == 7
 
 
@@ -54,6 +59,7 @@ def test_two_tokens_are_enough_for_tpot_and_two_chunks_for_its_variant():
 def test_the_variant_is_absent_where_a_count_is_not_told_or_nothing_follows_the_first_chunk():
     assert d.tpot_after_first_chunk_s(record([0.5, 0.75, 1.0], [1, None, 1])) is None
     assert d.tpot_after_first_chunk_s(record([0.5], [4])) is None
+    assert d.tpot_after_first_chunk_s({"status": "ok", "arrival_times_s": [0.5, 0.75]}) is None
     assert d.tpot_after_first_chunk_s(record([0.5, 0.75], [4, 0])) is None
     assert d.tpot_after_first_chunk_s(record([0.5, 0.75]) | {"status": "failed"}) is None
 
@@ -65,7 +71,7 @@ def test_steps_are_the_gaps_after_the_first_token():
 
 def test_paired_ratio_is_without_over_with_and_absent_when_one_is():
     assert d.paired_ratio(6.0, 2.0) == 3.0
-    assert d.paired_ratio(None, 2.0) is None
+    assert d.paired_ratio(None, 2.0) is None and d.paired_ratio(6.0, None) is None and d.paired_ratio(6.0, 0.0) is None
 
 
 def served(stream, sent_s, times):
@@ -78,6 +84,8 @@ def test_throughput_counts_the_steady_window_only():
     requests += [served(1, 2.0 + 3.0 * i, [1.0, 2.0, 3.0]) for i in range(3)]
     assert d.steady_window_s(requests, 2) == (3.0, 9.0)
     assert d.throughput_tokens_per_s(requests, 2) == pytest.approx(2.0)
+    lost = {"status": "failed", "stream": 0, "sent_s": 4.0}
+    assert d.throughput_tokens_per_s([*requests, lost, served(0, 4.0, [])], 2) == pytest.approx(2.0)
 
 
 def test_throughput_is_absent_below_three_completions_a_stream():
@@ -94,6 +102,17 @@ def test_throughput_spreads_a_total_over_chunks_that_do_not_tell_theirs():
     assert d.throughput_tokens_per_s(total, 1) == pytest.approx(4.0)
     unknown = [r | {"chunk_tokens": [None] * 3} for r in told]
     assert d.throughput_tokens_per_s(unknown, 1) == pytest.approx(1.0)
+
+
+def test_throughput_takes_each_chunk_at_its_own_count():
+    # Three answers of two and seven tokens; the window, from 1 s to 6 s, leaves out the first chunk of the first.
+    requests = [record([1.0, 2.0], [2, 7]) | {"stream": 0, "sent_s": 2.0 * i} for i in range(3)]
+    assert d.throughput_tokens_per_s(requests, 1) == pytest.approx((7 + 9 + 9) / 5)
+
+
+def test_there_is_no_window_while_a_stream_has_answered_nothing():
+    requests = [served(0, 3.0 * i, [1.0, 2.0, 3.0]) for i in range(6)]
+    assert d.steady_window_s(requests, 1) is not None and d.steady_window_s(requests, 2) is None
 
 
 def test_failed_requests_open_no_window_though_some_of_their_tokens_came():

@@ -11,7 +11,7 @@ from kvlab import hub, models, paths
 
 REPOSITORY = {
     "config.json": "{}", "model.safetensors": "weights", "tokenizer.json": "{}", "modeling_own.py": "import os",
-    "pytorch_model.bin": "pickle", "setup.sh": "rm", "README.md": "about",
+    "tokenizer_own.py": "import os", "pytorch_model.bin": "pickle", "setup.sh": "rm", "README.md": "about",
 }  # fmt: skip
 
 

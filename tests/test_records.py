@@ -1,6 +1,7 @@
 """What was measured must survive a torn line, a rerun and a second machine."""
 
 import json
+import resource
 
 import pytest
 
@@ -42,6 +43,29 @@ def test_a_line_torn_at_any_byte_loses_nothing_else(tmp_path):
         assert [r["repetition"] for r in again.load()] == [1, 3]
     path.write_bytes(whole[:-1])  # only the newline was lost: the record is whole
     assert records.Store(path, ENVIRONMENT).load() == [first, second]
+
+
+@pytest.fixture
+def room():
+    """Lets files of this process grow to so many bytes and no further, as on a disk that fills up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda bytes_: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 1, 40])
+def test_a_full_disk_leaves_no_half_of_a_record(tmp_path, room, bytes_left):
+    path = tmp_path / "s1b.jsonl"
+    store = records.Store(path, ENVIRONMENT)
+    store.append(line())
+    whole = path.read_bytes()
+    room(len(whole) + bytes_left)
+    with pytest.raises(OSError):
+        store.append(line(repetition=2))
+    assert path.read_bytes() == whole
+    room(2**20)
+    store.append(line(repetition=2))
+    assert [r["repetition"] for r in store.load()] == [1, 2]
 
 
 def test_a_damaged_line_in_the_middle_is_named_and_the_rest_is_read(tmp_path):

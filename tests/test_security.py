@@ -169,6 +169,12 @@ def test_code_that_comes_with_a_model_is_never_run(model, architecture, tmp_path
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("name", ["modelscope:../..", "hf:../x", "hf:x/..", "modelscope:a/b/../../../c", "hf:/a"])
+def test_a_hubs_model_may_not_be_named_like_a_way_out_of_its_cache(name):
+    with pytest.raises(ValueError, match="unknown model"):
+        models.resolve(name)
+
+
 def test_a_model_writes_into_the_cache_and_nowhere_else(tmp_path, monkeypatch):
     """Its folder's name and what its configuration calls paths choose no place to write to."""
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / "cache"))

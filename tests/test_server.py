@@ -10,11 +10,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from kvlab.measure import metrics, server
+from kvlab.measure import metrics, server, serving
 from kvlab.measure.server import ServerError, VllmServer
 
 HERE = Path(__file__).parent
@@ -51,6 +52,23 @@ def gone(processes, timeout_s=8.0):
             return False
         time.sleep(0.05)
     return True
+
+
+def test_br39_a_server_killed_before_a_point_answered_anything_ends_the_others(folder, monkeypatch):
+    failed = {"kind": "point", "status": "failed", "reason": "connection"}
+    monkeypatch.setattr(serving, "run_point", lambda *_, **__: [failed])
+    monkeypatch.setattr(serving, "request_counts", lambda *_: (1, 1))
+    monkeypatch.setattr(serving, "point_prompts", lambda *_: [])
+    p = SimpleNamespace(seed=0, request_timeout_s=1.0)
+    with fake(folder) as served:
+        serving.measure_point(p, served, {}, 1, None)  # a point may fail while its server lives: the next one is tried
+        processes = family(served.pid)
+        os.kill(served._guard.pid, signal.SIGKILL)
+        assert gone(processes[:1])
+        with pytest.raises(ServerError, match="died while it was measured"):
+            serving.measure_point(p, served, {}, 1, None)
+    assert gone(processes)
+
 
 
 def alive(process):

@@ -170,6 +170,35 @@ def test_a_connection_that_closes_early_says_how_far_it_came(sent, why):
     assert (answer.error, why in answer.detail) == ("connection", True)
 
 
+@pytest.mark.parametrize("name", ["content", "reasoning", "reasoning_content", "refusal", "function_call"])
+def test_a_token_is_one_under_whatever_name_it_comes(name):
+    answer = parse((10, delta(role="assistant")), (20, delta(**{name: "a"})), (30, delta("stop")), (31, DONE))
+    assert answer.arrival_times_s == [0.02]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled"])
+def test_an_answer_that_the_server_gave_up_is_no_success(reason):
+    answer = parse((10, text("a")), (20, text("b", reason)), (21, DONE))
+    assert (answer.error, answer.detail) == ("server_error", f"it gave up: {reason}")
+
+
+@pytest.mark.parametrize(
+    "event, arrivals",
+    [(text("a", "stop", **usage(1)), [0.01]), (text("", "length", **usage(1)), [0.01]),
+     (text("", "stop", **usage(1)), [])],
+)  # fmt: skip
+def test_a_single_token_is_seen_unless_it_is_the_end_marker(event, arrivals):
+    answer = parse((10, event), (20, DONE))
+    assert (answer.error, answer.arrival_times_s, answer.finished_s) == (None, arrivals, 0.01)
+
+
+@pytest.mark.parametrize("first, second", [(usage(3), usage(1)), (usage(1), {})])
+def test_running_counts_that_fall_or_leave_out_a_token_are_not_believed(first, second):
+    writes = [(10, text("a", **first)), (20, text("b", **second)), (30, text("c", "length", **usage(4)))]
+    answer = parse(*writes, (31, DONE))
+    assert (answer.chunk_tokens, answer.output_tokens) == ([None] * 3, 4)
+
+
 def test_role_only_and_empty_deltas_are_no_token_and_tool_calls_are():
     call = {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}
     answer = parse(

@@ -128,7 +128,7 @@ class VllmServer:
     """A vLLM server of our own for the length of a `with` block; entering waits until it has made a token.
 
     `threads`: OMP threads of a CPU build. `launcher`: the command that precedes the arguments. Raises
-    ServerError. It listens on loopback and serves only who has its token, which this process keeps in its
+    ServerError. It listens on loopback and makes tokens only for who has its token, which this process keeps in its
     environment variable `token_variable`. A guard process ends the server however this process ends, by SIGKILL too.
     """
 
@@ -188,6 +188,10 @@ class VllmServer:
         """Tokens that the KV cache holds by the server's own log; None where it does not say."""
         tokens = re.search(r"KV cache size: ([\d,]+) tokens", self._log())
         return int(tokens[1].replace(",", "")) if tokens else None
+
+    def is_gone(self):
+        """Nobody answers at its port any more."""
+        return self._ask("GET", "/v1/models", TOKEN_TIMEOUT_S) is None
 
     def stop(self):
         """End the server and all its processes, within a few seconds; harmless when it has ended already."""

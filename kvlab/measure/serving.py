@@ -17,7 +17,8 @@ def open_server(p: SimpleNamespace, max_model_len: int, report=None, *, small_ca
     """
     if p.base_url:
         return nullcontext(SimpleNamespace(base_url=p.base_url, model=p.model, pid=None, facts=dict,
-                                           token_variable=p.token_variable or None))  # fmt: skip
+                                           token_variable=p.token_variable or None,
+                                           is_gone=lambda: False))  # fmt: skip
     space_gib = p.full_cache_space_gib if small_cache else p.kv_cache_space_gib
     return VllmServer(
         served_folder(p), p.model, max_model_len, p.dtype, p.enforce_eager,
@@ -44,7 +45,8 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
         timeout_s=p.request_timeout_s, token_variable=server.token_variable, server_pid=server.pid,
         on_record=lambda record: keep(record | {"repetition": repetition} | about_server(p, record, server)),
     )  # fmt: skip
-    if records[-1]["reason"] == "server_gone":
+    last = records[-1]  # where every request failed, the first one's reason stands there
+    if last["reason"] == "server_gone" or last["status"] != "ok" and server.is_gone():
         raise ServerError("server_gone", "the server died while it was measured; its log says why")
 
 
