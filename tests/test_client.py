@@ -310,3 +310,26 @@ def test_br39_a_server_that_dies_in_mid_run_makes_the_point_invalid(tmp_path):
     assert records[0]["status"] == "ok"
     assert [record["reason"] for record in records[1:]] == ["truncated", "connection", "connection"]
     assert (point["status"], point["reason"]) == ("failed", "server_gone")
+
+
+@pytest.mark.parametrize("size", [10, 20_000_000])
+def test_a_request_is_in_the_socket_when_its_clock_starts(size):
+    """Whatever the event loop does next, and however little of a long prompt the socket takes at a time."""
+
+    async def exchange(listener):
+        reader = await client.Target(f"http://127.0.0.1:{listener.getsockname()[1]}").connect()
+        connection, _ = listener.accept()
+        connection.settimeout(5)
+        reader.send(b"x" * size)
+        at_once = connection.recv(10)  # this thread has given the loop no chance to do anything
+        rest = await asyncio.to_thread(receive, connection, size - 10)
+        reader.transport.abort()
+        return at_once, rest
+
+    def receive(connection, left):
+        while left > 0:
+            left -= len(connection.recv(1 << 20))
+        return left
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert client.new_event_loop().run_until_complete(exchange(listener)) == (b"x" * 10, 0)

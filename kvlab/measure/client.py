@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from urllib.parse import urlsplit
@@ -76,6 +76,14 @@ class Reader(asyncio.Protocol):
         self.end = stream.End()
         self.ended = asyncio.get_running_loop().create_future()
 
+    def send(self, data):
+        """Hand the bytes to the socket now: uvloop's transport would keep them until its round is over."""
+        with suppress(BlockingIOError):
+            if not self.transport.get_extra_info("sslcontext"):
+                data = data[os.write(self.transport.get_extra_info("socket").fileno(), data) :]
+        if data:
+            self.transport.write(data)
+
     def data_received(self, data):
         self.reads.append((now_s(), data))  # every arrival time of the report is taken here
         if self.end.came(data):
@@ -119,7 +127,7 @@ async def _exchange(target, sent, timeout_s, not_before_s=None):
                 await _sleep_until(not_before_s)
             limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
             sent.sent_s = now_s()
-            reader.transport.write(sent.payload)
+            reader.send(sent.payload)
             await reader.ended
         if reader.failure is not None:
             sent.trouble, sent.detail = "connection", _without_address(reader.failure)
