@@ -140,6 +140,18 @@ def test_br25_a_difference_is_told_with_its_place_and_margin(shown):
     assert "output token 3" in second and "0.0125" in second and "not equal" in second
 
 
+def test_the_least_sure_speedup_is_named_with_its_reach(shown):
+    pairs = fake_frames.pairs()
+    at = (pairs["attention"] == "sdpa") & (pairs["context_length"] == 256)
+    pairs.loc[at, "tpot_speedup"] = [4.0, 4.0, 5.0, 5.0, 5.0, 7.0]
+    law_room.sureness(pairs, 0.0, "en", "source")
+    law_room.sureness(pairs, 0.1, "zh", "source")
+    law_room.sureness(summary.pairs([]), 0.0, "en", "source")
+    least, _, again = (data["text/plain"] for data in shown)
+    assert "256 tokens with SDPA" in least and "40\u00a0%" in least and "n = 6" in least
+    assert "10\u00a0%" in again
+
+
 def test_br33_the_article_says_that_a_quantised_file_ran_dequantised(shown):
     record = {"file_type": "GGUF Q4_0", "dequantised": True, "parameter_bytes": 2**29}
     law_room.what_ran([record, {"status": "failed"}], "float32", "en", "source")

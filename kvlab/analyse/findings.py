@@ -33,13 +33,13 @@ def too_wide(records: list[dict], share: float) -> bool:
     False for a point without any proven pair: there is no interval to narrow.
     """
     rows = proven(summary.pairs(records))
-    estimates = [interval(rows[name]) for name in ("tpot_speedup", "total_speedup")]
-    return any(e.n and not reach(e) <= share for e in estimates)
+    estimates = pd.DataFrame([vars(interval(rows[name])) for name in ("tpot_speedup", "total_speedup")])
+    return not (reach(estimates[estimates["n"] > 0]) <= share).all()
 
 
-def reach(estimate: Estimate) -> float:
-    """How far an interval reaches from its median, as a share of it; NaN for a single value."""
-    return max(estimate.high - estimate.median, estimate.median - estimate.low) / estimate.median
+def reach(estimates: pd.DataFrame) -> pd.Series:
+    """How far each interval reaches from its median, as a share of it; NaN for a single value."""
+    return np.maximum(estimates["high"] / estimates["median"] - 1, 1 - estimates["low"] / estimates["median"])
 
 
 def per_repetition(pairs: pd.DataFrame, value: str) -> pd.Series:

@@ -239,7 +239,8 @@ def sureness(pairs, within, language, source):
     """The speed-up that is least sure, and whether points were measured again until they were surer."""
     rows = findings.proven(pairs)
     by = ["attention", "context_length"]
-    found = pd.concat([summary.intervals(rows, by, name) for name in ("tpot_speedup", "total_speedup")])
+    speedups = [summary.intervals(rows, by, name) for name in ("tpot_speedup", "total_speedup")]
+    found = pd.concat(speedups, ignore_index=True)
     found = found.assign(reach=findings.reach(found)).dropna()
     if len(found):
         widest = found.loc[found["reach"].idxmax(), [*by, "n", "reach"]].to_dict()
