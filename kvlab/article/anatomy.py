@@ -174,6 +174,7 @@ def ceilings(frame: pd.DataFrame, language: str, source: str) -> None:
         what = prose.both(f"ceiling.{quantity}", shape=shape.strip("[]").replace(", ", " x "))
         rows.append({"what": what, "threads": threads, "value": interval(group["value"] / divisor), "unit": unit})
     headings = {name: f"ceiling.{name}" for name in ("what", "threads", "value", "unit")}
+    headings["threads"] += ":count"
     prose.table(rows, headings, language, source=source)
 
 
