@@ -68,7 +68,8 @@ class Explorer:
             chosen = self.chosen()
             self._numbers.value = choice.table(chosen, self._language)
             self._chart.value = self._picture.draw(chosen, self._on_chart())
-            self._said.value *= not self._buttons["stop"].disabled  # when idle: it was about another choice
+            if self._buttons["stop"].disabled:  # nothing runs: what was said was about another choice
+                self._said.value = ""
         except ValueError as error:  # such as a precision whose speed this machine's records do not hold
             self._say("failed", reason=str(error))
 
