@@ -66,8 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("predict", help="what a model would take on a machine, without measuring")
-    command.add_argument("--model", required=True, help="a well-known model's name, or what a profile's `model` takes")
-    command.add_argument("--machine", required=True, help="a card such as a10 or h200, or a profile that was measured")
+    command.add_argument("--profile", help="instead of all else: how long measuring this profile takes")
+    command.add_argument("--model", help="a well-known model's name, or what a profile's `model` takes")
+    command.add_argument("--machine", help="a card such as a10 or h200, or a profile that was measured")
     command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
     command.add_argument("--attention", default="sdpa", choices=("eager", "sdpa", "flash_attention_2"))
     for name, default in (("context", 1024), ("output", 128), ("concurrency", 1)):
@@ -79,6 +80,11 @@ def _predict(asked: argparse.Namespace) -> int:
 
     size = (asked.context, asked.output, asked.concurrency)
     try:
+        if asked.profile:
+            print("\n".join(whatif.duration_lines(asked.profile)))
+            return 0
+        if not (asked.model and asked.machine):
+            raise ValueError("predict needs --model and --machine, or --profile")
         print("\n".join(whatif.lines(asked.model, asked.machine, asked.dtype, *size, asked.attention)))
     except (ValueError, OSError) as error:
         print(f"kvlab: {error}", file=sys.stderr)

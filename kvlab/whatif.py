@@ -4,11 +4,13 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 
-from kvlab import models, paths, records
+from kvlab import models, params, paths, records, sweep
 from kvlab.analyse import calibrate, cost, predict, published, summary
 from kvlab.analyse.predict import Case, Machine, Prediction
 from kvlab.article import prose
+from kvlab.measure.serving import request_counts
 
 QUANTITIES = {  # printed name and unit
     "ttft_s": ("TTFT", "s"), "tpot_s": ("TPOT", "s"), "tpot_no_cache_s": ("TPOT without KV cache", "s"),
@@ -93,6 +95,47 @@ def lines(
         *(_table(f"vLLM, {concurrency} at once", known, served, SERVED) if known.machine.launch_overlaps else ()),
         *_memory(a, known.machine, dtype, context + output_tokens),
     ]
+
+
+def duration_lines(profile: str) -> list[str]:
+    """How long a profile's measuring takes at the prediction's word; raises ValueError for what cannot be asked."""
+    p = SimpleNamespace(**params.load(profile))
+    card = p.expected_device.removeprefix("NVIDIA ")
+    a, known = architecture(re.split("[:/]", p.model)[-1] if card else p.model), calibration(card or profile)
+    minutes = {"S1b: both arms of every pair": _pairs_s(p, a, known.machine) / 60}
+    if known.machine.launch_overlaps:
+        minutes["S1: every request of every load"] = _requests_s(p, a, known.machine) / 60
+    return [
+        f"profile {profile} on {known.machine.name}: predicted, not measured",
+        f"{known.machine.kind}: {_residuals(known)}",
+        "",
+        *(f"  {what:<34}{value:>6.0f} min" for what, value in minutes.items()),
+        f"  {'together':<34}{sum(minutes.values()):>6.0f} min",
+        "",
+        "not counted: set-up and download, loading the model and starting servers, warm-up, what weighs memory and",
+        "takes one token apart, and drawing; repetitions beyond the profile's, where interval_within asks for them",
+    ]
+
+
+def _pairs_s(p: SimpleNamespace, a: cost.Architecture, m: Machine) -> float:
+    """Seconds of S1b's generations, with the cache and without it."""
+    asked, total_s = sweep.on_off_points(p), 0.0
+    for x, repetitions in asked:
+        case = Case(a, x["context_length"], x["output_tokens"], x["batch_size"], x["dtype"], x["attention"], x["cache"])
+        total_s += repetitions * sum(predict.total_s(m, case, use_cache).value for use_cache in (True, False))
+    return total_s
+
+
+def _requests_s(p: SimpleNamespace, a: cost.Architecture, m: Machine) -> float:
+    """Seconds of S1's requests, those that warm up included; compiled or not makes no difference to the prediction."""
+    points = sweep.serving_points(p) + sweep.open_loop_points(p) + sweep.cache_points(p) + sweep.compared_points(p)
+    total_s = 0.0
+    for x, repetitions in points:
+        requests, at_once = sum(request_counts(p, x)), x["concurrency"] or 1
+        case = Case(a, x["context_length"], x["output_tokens"], at_once, x["dtype"], stack="vllm")
+        each_s = 1 / x["request_rate_per_s"] if x["loop"] == "open" else predict.total_s(m, case).value / at_once
+        total_s += repetitions * requests * each_s
+    return total_s
 
 
 def _check(a: cost.Architecture, m: Machine, dtype: str, context: int, output_tokens: int, concurrency: int) -> None:

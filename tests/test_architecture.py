@@ -25,7 +25,7 @@ ALLOWED = {  # room -> rooms of kvlab that it may import
     "analyse": {"analyse", "records"},
     "article": {"article", "analyse", "records", "paths"},
     "report": {"analyse", "article", "hub", "measure", "models", "params", "paths", "records", "sweep"},
-    "whatif": {"analyse", "article", "models", "paths", "records"},
+    "whatif": {"analyse", "article", "measure", "models", "params", "paths", "records", "sweep"},
     "explore": {"analyse", "article", "measure", "models", "params", "paths", "prompts", "report", "sweep", "weights",
                 "whatif"},
     "__main__": {"doctor", "params", "report", "whatif"},

@@ -1,5 +1,6 @@
 """The predictor against measured records and published figures: what a reader of a predicted number relies on."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -156,7 +157,23 @@ def test_the_command_prints_predictions_labelled_as_such(capsys):
     assert max(map(len, printed.splitlines())) < 130 and "None" not in printed
 
 
+def test_the_command_foretells_how_long_a_profile_takes_before_an_hour_is_rented(capsys):
+    assert main(["predict", "--profile", "a10"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted, not measured" in printed and "not counted" in printed
+    told = {what: int(value) for what, value in re.findall(r"^  (\w+).*?(\d+) min$", printed, re.MULTILINE)}
+    assert abs(told["together"] - told["S1b"] - told["S1"]) <= 1 and told["S1"] > 0
+    readme = (paths.ROOT / "README.md").read_text()
+    assert re.search(r"takes (\d+) minutes \*\*at the prediction's word", readme)[1] == str(told["together"])
+    known = whatif.calibration("a10")
+    longest = case(LARGE, 8192, output_tokens=16, attention="eager", dtype="bfloat16")
+    pairs_s = 6 * sum(predict.total_s(known.machine, longest, use_cache).value for use_cache in (True, False))
+    assert pairs_s < 60 * told["S1b"] < 4 * pairs_s  # eager at the longest context is the dearest point of many
+
+
 @pytest.mark.parametrize("asked, right", [
+    ([], "--profile"),
+    (["--profile", "a11"], "did you mean 'a10'"),
     (["--model", "Qwen2.5-8B", "--machine", "a10"], "Qwen2.5-7B-Instruct|Qwen2.5-3B-Instruct|Qwen2.5-1.5B"),
     (["--model", "gpt2", "--machine", "a11"], "did you mean 'a10'"),
     (["--model", "gpt2", "--machine", "a10", "--dtype", "int4"], "float16, bfloat16, float32"),
