@@ -2,8 +2,8 @@
 
 `python benchmarks/client_fidelity.py [STREAMS...] [--peers vllm aiperf guidellm]`: a server that writes its
 first token after 50 ms and 63 more 20 ms apart, four requests per stream; server and client on a CPU each. Sends
-are spread over one request's duration, then all at once. Peers do the same in one go, ours first. Needs a quiet
-machine: the load average is printed beside the numbers.
+are spread over one request's duration, then all at once. A yardstick of some lines on aiohttp and the peers do the
+same in one go, ours first. Needs a quiet machine: the load average is printed beside the numbers.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import urllib.request
 from pathlib import Path
 
 import peers
+import sketch
 
 from kvlab import models, weights
 from kvlab.analyse import definitions
@@ -47,31 +48,42 @@ def script():
     return {"status": 200, "headers": headers, "writes": writes, "close": "clean"}
 
 
-def measure(base_url, streams, stagger_s):
-    """One row: errors in milliseconds and percent, CPU microseconds per token, lag of the event loop."""
-    point = {"loop": "closed", "concurrency": streams, "output_tokens": TOKENS}
+def measure(name, send, base_url, streams, spread_s):
+    """One row: errors in milliseconds and percent, CPU microseconds per token; `send` is one of the two below."""
     prompts = [[0, number] for number in range(streams * (1 + REQUESTS_PER_STREAM))]
     started_s = time.process_time()
-    records = client.run_point(base_url, "m", point, prompts, 1, stagger_s=stagger_s, timeout_s=120)
+    said = send(base_url, prompts, streams, spread_s)
     cpu_s = time.process_time() - started_s
     with urllib.request.urlopen(base_url + "/log") as answer:
         log = {entry["body"]["prompt"][1]: entry for entry in json.load(answer)[-len(prompts) :]}
-    measured = [record for record in records if record.get("phase") == "measured"]
     ttft_errors_s, tpot_errors = [], []
-    for record in measured:
-        entry = log[record["request"]]
-        written_s = entry["write_times_s"]
-        ttft_errors_s.append(definitions.ttft_s(record) - (written_s[0] - entry["received_s"]))
-        tpot_s = (written_s[TOKENS - 1] - written_s[0]) / (TOKENS - 1)
-        tpot_errors.append(definitions.tpot_s(record) / tpot_s - 1)
+    for number, (ttft_s, tpot_s) in said.items():
+        written_s = log[number]["write_times_s"]
+        ttft_errors_s.append(ttft_s - (written_s[0] - log[number]["received_s"]))
+        tpot_errors.append(tpot_s * (TOKENS - 1) / (written_s[TOKENS - 1] - written_s[0]) - 1)
     return {
-        "client": "kvlab", "streams": streams, "sends": "spread" if stagger_s else "at once",
+        "client": name, "streams": streams, "sends": "spread" if spread_s else "at once",
         "ttft_error_ms_mean": 1000 * statistics.fmean(ttft_errors_s),
         "ttft_error_ms_p99": 1000 * statistics.quantiles(ttft_errors_s, n=100, method="inclusive")[98],
         "tpot_error_percent_mean": 100 * statistics.fmean(tpot_errors),
         "cpu_us_per_token": 1e6 * cpu_s / (len(prompts) * TOKENS),
-        "lag_ms_max": 1000 * records[-1]["event_loop_lag_s"][1],
     }  # fmt: skip
+
+
+def ours(base_url, prompts, streams, spread_s):
+    """{number of the prompt: (TTFT, TPOT)} of the measured requests; the warm-up comes before them."""
+    point = {"loop": "closed", "concurrency": streams, "output_tokens": TOKENS}
+    records = client.run_point(base_url, "m", point, prompts, 1, stagger_s=spread_s, timeout_s=120)
+    measured = [record for record in records if record.get("phase") == "measured"]
+    return {each["request"]: (definitions.ttft_s(each), definitions.tpot_s(each)) for each in measured}
+
+
+def plainest(base_url, prompts, streams, spread_s):
+    """The same of the yardstick, whose warm-up are the first requests of each stream as well."""
+    warm, measured = prompts[:streams], prompts[streams:]
+    sketch.run(base_url, warm, streams, 0.0, TOKENS)
+    said = sketch.run(base_url, measured, streams, spread_s, TOKENS)
+    return {prompt[1]: each for prompt, each in zip(measured, said, strict=True)}
 
 
 def measure_peer(name, base_url, streams, spread_s, tokenizer, folder):
@@ -116,7 +128,8 @@ def main(levels, names):
             base_url = f"http://127.0.0.1:{int(server.stdout.readline())}"
             for streams in levels:
                 for spread_s in (DURATION_S, 0.0):
-                    show(measure(base_url, streams, spread_s))
+                    for name, send in (("kvlab", ours), ("aiohttp sketch", plainest)):
+                        show(measure(name, send, base_url, streams, spread_s))
                     for name in names:
                         with tempfile.TemporaryDirectory() as folder:
                             try:

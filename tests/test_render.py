@@ -2,6 +2,7 @@
 
 import re
 from base64 import b64encode
+from urllib.parse import unquote
 
 import fake_frames
 import nbformat
@@ -254,7 +255,10 @@ def test_tables_have_headers_and_scroll_by_keyboard(page):
 def test_a_large_drawing_enters_as_png():
     svg, png = "<svg>" + "x" * render.SVG_LIMIT_BYTES + "</svg>", "iVBOR\n"
     assert render.image_uri({"image/svg+xml": svg, "image/png": png}) == "data:image/png;base64,iVBOR"
-    assert render.image_uri({"image/svg+xml": "<svg/>", "image/png": png}).startswith("data:image/svg+xml")
+    drawing = """<svg id="a">\n  <title>50 % 'of' #1 &amp; 上下文</title>\n</svg>"""
+    kind, _, content = render.image_uri({"image/svg+xml": drawing, "image/png": png}).partition(",")
+    assert kind == "data:image/svg+xml;charset=utf-8" and not set(content) & set("<>#&'\n")
+    assert unquote(content) == " ".join(drawing.split())
 
 
 def test_closing_cells_of_any_notebook_end_the_page():

@@ -1,9 +1,9 @@
 """Executed notebooks to one self-contained HTML page per language."""
 
-import base64
 import copy
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import nbformat
 from bs4 import BeautifulSoup
@@ -22,6 +22,7 @@ PERCENT, BAR = r"\d{1,3}(\.\d+)?\s?%", r"[\s\[\]|█━#=>.-]*"
 PROGRESS = re.compile(rf"{PERCENT}\s*[|\[━█#]|^{BAR}{PERCENT}{BAR}$")
 OBJECT_TEXT = re.compile(r"^<[\w.]+ (size|object|at 0x)|^[A-Z]\w*\(children=|^\w*(Progress|Slider|Box)\(")
 FURNITURE_TAGS = {"papermill-error-cell-tag", "injected-parameters"}
+URI_SAFE = ' "/:;=,()+!*@[]{}$|?'  # read as they are in a data URI, and in an attribute within single quotes
 KEPT_DATA = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain")
 
 
@@ -196,9 +197,9 @@ def _add_source_line(output, language):
 
 def image_uri(data):
     """The picture as a data URI: the drawing where it is small enough, else the PNG."""
-    svg = "".join(data.get("image/svg+xml", "")).encode()
-    if svg and (len(svg) <= SVG_LIMIT_BYTES or "image/png" not in data):
-        return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+    svg = "".join(data.get("image/svg+xml", ""))
+    if svg and (len(svg.encode()) <= SVG_LIMIT_BYTES or "image/png" not in data):
+        return "data:image/svg+xml;charset=utf-8," + quote(" ".join(svg.split()), safe=URI_SAFE)  # a sixth below base64
     return "data:image/png;base64," + "".join(data["image/png"].split())
 
 
