@@ -1,20 +1,23 @@
 """Our client and `vllm bench serve` on one live vLLM server: do they say the same?
 
-`python benchmarks/agreement.py [ROUNDS]`: the two take turns with the same load; each line is one run's median
-TTFT and TPOT. They agree where the median over the runs of each lies within the spread of the other's runs.
+`python benchmarks/agreement.py [ROUNDS]`: the two take turns with the same load, each first in every second round;
+each line is one run's median TTFT and TPOT, with the prompt's tokens and mean TTFT that the server counted meanwhile.
+They agree where the median over the runs of each lies within the spread of the other's runs; the ratio of each round's
+two runs is printed with its interval.
 """
 
 import json
 import statistics
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import peers
 
 from kvlab import models, prompts, weights
-from kvlab.analyse import definitions
-from kvlab.measure import client, server
+from kvlab.analyse import definitions, summary
+from kvlab.measure import client, metrics, server
 
 STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 128, 16
 
@@ -38,6 +41,17 @@ def theirs(base_url, folder):
     return statistics.median(said.ttft_s), statistics.median(said.tpot_s)
 
 
+def counters(base_url):
+    with urllib.request.urlopen(f"{base_url}/metrics") as answer:
+        return metrics.parse(answer.read().decode())
+
+
+def show(number, name, ttft_s, tpot_s, rise):
+    requests = rise["ttft_count"]
+    server = {"prompt_tokens": rise["prompt_tokens"] / requests, "mean_ttft_s": rise["ttft_sum_s"] / requests}
+    print(json.dumps({"round": number, "client": name, "ttft_s": ttft_s, "tpot_s": tpot_s, "server": server}), flush=True)
+
+
 def agree(one, other):
     return min(other) <= statistics.median(one) <= max(other) and min(one) <= statistics.median(other) <= max(one)
 
@@ -49,15 +63,22 @@ def main(rounds):
         folder, "m", 512, "float32", True, 2**29, threads=1, log_path=Path(logs) / "log", report=print
     ) as running:
         for number in range(rounds):
-            runs["kvlab"].append(ours(running.base_url, number, models.outline(source).vocab_size))
-            runs["vllm"].append(theirs(running.base_url, folder))
-            for name, found in runs.items():
-                print(json.dumps({"round": number, "client": name, "ttft_s": found[-1][0], "tpot_s": found[-1][1]}))
+            measure = {
+                "kvlab": lambda number=number: ours(running.base_url, number, models.outline(source).vocab_size),
+                "vllm": lambda: theirs(running.base_url, folder),
+            }
+            for name in sorted(measure, reverse=number % 2 == 1):  # each goes first in every second round
+                before = counters(running.base_url)
+                runs[name].append(measure[name]())
+                rise = metrics.deltas(before, counters(running.base_url))
+                show(number, name, *runs[name][-1], rise)
     for index, value in enumerate(("ttft_s", "tpot_s")):
         one, other = ([run[index] for run in found] for found in runs.values())
         medians = {name: statistics.median(run[index] for run in found) for name, found in runs.items()}
-        print(json.dumps({"value": value, "medians": medians, "agree": agree(one, other)}))
+        ratio = summary.interval([ours / theirs for ours, theirs in zip(one, other, strict=True)])
+        paired = [round(each, 3) for each in (ratio.median, ratio.low, ratio.high)]
+        print(json.dumps({"value": value, "medians": medians, "agree": agree(one, other), "ratio by round": paired}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
