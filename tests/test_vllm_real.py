@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 from test_server import family, gone, port_is_free
 
@@ -95,10 +96,11 @@ def test_the_engine_is_bound_to_its_cpus(running):
     assert set(said["thread_cpus"]) in [os.sched_getaffinity(thread) for thread in threads]
 
 
-def test_a_killed_notebook_leaves_no_process_and_no_port(running):
+def test_a_notebook_killed_with_its_guard_leaves_no_process_and_no_port(running):
     process, said = running
     everyone = family(process.pid)[1:]
     assert len(everyone) >= 3  # the guard, the server, its engine
+    psutil.Process(said["pid"]).parent().kill()
     process.kill()
     process.wait()
     assert gone(everyone, 10) and port_is_free(said["port"])

@@ -20,7 +20,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def start(command):
-    """Start the server in a session of its own; it dies with this process, which gets its orphans."""
+    """Start the server in a session of its own; its orphans come to this process.
+
+    Should this process be killed, the server is asked to end: killed itself, it would leave its engine behind.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     return subprocess.Popen(
@@ -28,7 +31,7 @@ def start(command):
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
 
 
