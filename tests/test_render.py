@@ -3,6 +3,7 @@
 import re
 from base64 import b64encode
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import fake_frames
 import nbformat
@@ -187,6 +188,13 @@ def test_every_picture_has_words(page):
     pictures = page.find_all("img")
     assert len(pictures) == 2 and all(len(picture["alt"]) > 30 for picture in pictures)
     assert "2,048" in pictures[1]["alt"]
+
+
+def test_every_drawing_reaches_the_page_whole(page):
+    for picture in page.find_all("img"):
+        kind, _, content = picture["src"].partition(",")
+        drawing = ElementTree.fromstring(unquote(content))
+        assert kind.startswith("data:image/svg+xml") and drawing.tag.endswith("svg") and len(drawing)
 
 
 def test_figures_are_numbered_anchored_and_sourced(page, language):
