@@ -243,7 +243,7 @@ def architecture(p):
     folder = Path(p.model).expanduser()
     try:
         if (folder / "config.json").is_file():
-            return cost.architecture(json.loads((folder / "config.json").read_text()))
+            return cost.architecture(json.loads((folder / "config.json").read_bytes()))
     except ValueError:
         return None
     return known.get(re.split("[:/]", p.model)[-1].lower())

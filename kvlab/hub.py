@@ -45,7 +45,7 @@ def _name(source: ModelSource) -> str:
 def _pinned(kept: Path) -> Path | None:
     """The folder that was fetched, while every file in it has the size it had then."""
     try:
-        known = json.loads(kept.read_text())
+        known = json.loads(kept.read_bytes())
         folder = Path(known["folder"])
         whole = all((folder / name).stat().st_size == size for name, size in known["files"].items())
     except (OSError, ValueError, KeyError):

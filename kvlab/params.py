@@ -14,7 +14,7 @@ import yaml
 
 from kvlab import paths
 
-LIMITS = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())
+LIMITS = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_bytes())
 CHOICES = LIMITS["choices"]
 HIGHEST, LONGEST_TEXT = 1_000_000, 1000
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}

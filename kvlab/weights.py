@@ -222,7 +222,7 @@ def stored(source: ModelSource) -> dict:
     if source.kind in MADE_UP:
         return {"file_type": "random weights", "dequantised": False}
     converted = served_folder(source, "float32", convert=False) if source.gguf_file else None
-    noted = json.loads((converted / MANIFEST).read_text()).get("file_type") if converted else None
+    noted = json.loads((converted / MANIFEST).read_bytes()).get("file_type") if converted else None
     return {"file_type": noted or _file_type(source), "dequantised": bool(source.gguf_file)}
 
 
@@ -297,7 +297,7 @@ def _write_served(source: ModelSource, dtype: str, folder: Path) -> None:
         model = _random_model(config(source), _dtype_keyword(dtype))
     with _quietly_offline():
         model.save_pretrained(part, safe_serialization=True)
-    written = _with_both_rotary_spellings(json.loads((part / "config.json").read_text()))
+    written = _with_both_rotary_spellings(json.loads((part / "config.json").read_bytes()))
     (part / "config.json").write_text(json.dumps(written, indent=2))
     files = {name: [(part / name).stat().st_size, hub.sha256(part / name)] for name in _names(part, "*")}
     manifest = {"source": source.name, "dtype": dtype, "file_type": _file_type(source), "files": files}
@@ -322,7 +322,7 @@ def _from_gguf(source: ModelSource, dtype: str) -> torch.nn.Module:
 def _intact(folder: Path) -> bool:
     """Tell whether every file is there with the size and hash that the manifest gives."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = json.loads((folder / MANIFEST).read_bytes())["files"]
         return all(
             (folder / name).stat().st_size == size and hub.sha256(folder / name) == digest
             for name, (size, digest) in files.items()

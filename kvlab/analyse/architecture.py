@@ -73,7 +73,7 @@ class Family:
     tied: bool = False  # what an absent tie_word_embeddings means
 
 
-FAMILIES = {kind: Family(**how) for kind, how in yaml.safe_load((FOLDER / "families.yaml").read_text()).items()}
+FAMILIES = {kind: Family(**how) for kind, how in yaml.safe_load((FOLDER / "families.yaml").read_bytes()).items()}
 NAMES = {
     "hidden": ("hidden_size", "n_embd"),
     "layers": ("num_hidden_layers", "n_layer"),
@@ -115,7 +115,7 @@ def architecture(config: Mapping) -> Architecture:
 @cache
 def known_models() -> dict[str, Architecture]:
     """Published configurations by name; no weights are involved."""
-    return {name: architecture(config) for name, config in yaml.safe_load(KNOWN_MODELS.read_text()).items()}
+    return {name: architecture(config) for name, config in yaml.safe_load(KNOWN_MODELS.read_bytes()).items()}
 
 
 def _entry(config: Mapping, name: str, default: int | None = None) -> int:

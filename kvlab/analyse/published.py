@@ -20,7 +20,7 @@ STACK = {"tgi": "vllm"}  # both run graphs of fused kernels over a paged cache
 @cache
 def known_machines() -> dict[str, Machine]:
     """Cards by their data sheets, uncalibrated: no launch times and no losses."""
-    sheets = yaml.safe_load(KNOWN_MACHINES.read_text())
+    sheets = yaml.safe_load(KNOWN_MACHINES.read_bytes())
     return {name: _from_sheet(name, dict(sheet)) for name, sheet in sheets.items()}
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 LANGUAGES = ("zh", "en")
 TEXTS = Path(__file__).parent / "text"
-TABLES = yaml.safe_load((TEXTS.parent / "tables.yaml").read_text())  # name -> {row entry: "text.key[:unit]"}
+TABLES = yaml.safe_load((TEXTS.parent / "tables.yaml").read_bytes())  # name -> {row entry: "text.key[:unit]"}
 WORDS = {  # entries that are no part of a text's key
     "arm": {True: "label.cache", False: "label.no_cache"},
     "checks": {True: "checks.yes", False: "checks.no", None: "checks.unknown"},

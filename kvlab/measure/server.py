@@ -26,7 +26,7 @@ REPORT_INTERVAL_S = 10.0
 GPU_MEMORY_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 12
 TOKEN_VARIABLE = "KVLAB_SERVER_TOKEN"  # where this process keeps the token of the server it started
-FAILURES = yaml.safe_load((Path(__file__).parent / "failures.yaml").read_text())
+FAILURES = yaml.safe_load((Path(__file__).parent / "failures.yaml").read_bytes())
 
 
 class ServerError(RuntimeError):
