@@ -20,7 +20,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "a10.txt"
 TESTS = (
-    "anatomy", "charts", "decoding", "definitions", "doctor", "environment", "hub", "law", "models",
+    "anatomy", "charts", "compilation", "decoding", "definitions", "doctor", "environment", "hub", "law", "models",
     "params", "predict", "private", "prompts", "prose", "provenance", "records", "stream", "summary", "sweep",
     "telemetry", "worker",
 )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from kvlab import prompts, weights
-from kvlab.measure import memory, sampling, timing
+from kvlab.measure import compilation, memory, sampling, timing
 
 CACHES = ("dynamic", "static")
 WARM_UP_TOKENS = 512
@@ -206,10 +206,13 @@ def _measure_compiled(model: torch.nn.Module, point: dict, inputs: dict, eager: 
     """
     room = (point.get("batch_size", 1), point["context_length"] + point["output_tokens"])
     cache = _empty_cache(model, point["cache"], *room)  # graphs are bound to its address
+    kept = compilation.begin(f"torch-{torch.__version__}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     inputs, start_s = inputs | {"cache": cache, "compiled": True}, time.perf_counter()
     raw, logits = _measure_arm(model, point, True, inputs)
     warmup_s = time.perf_counter() - start_s
     if raw["status"] == "ok":
+        compilation.end(kept)
         raw, logits = _measure_arm(model, point, True, inputs)
     chosen = {name: eager[name] for name in ("token_ids", "top2_margins", "fed_sequence")}
     differences = _logit_differences(logits, eager_logits)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from kvlab.measure import guard, metrics, telemetry
+from kvlab.measure import compilation, guard, metrics, telemetry
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
@@ -155,6 +155,7 @@ class VllmServer:
         self.command += extra_args
         self.startup_timeout_s, self._report = startup_timeout_s, report or (lambda line: None)
         self._guard, self.pid, self.startup_s, self.cache_blocks = None, None, None, (None, None)
+        self._compiled = None
 
     def __enter__(self):
         if not any(self.model_folder.glob("*.safetensors")) or not (self.model_folder / "config.json").exists():
@@ -212,11 +213,14 @@ class VllmServer:
     def _start(self):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         os.environ[self.token_variable] = self._token
+        variables = environment(self.model_folder, self.cpus) | {"VLLM_API_KEY": self._token}
+        if not self.settings["enforce_eager"]:
+            self._compiled = compilation.begin(f"vllm-{self.version}")
+            variables["VLLM_CACHE_ROOT"] = str(self._compiled)
         with open(self.log_path, "wb") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, guard.__file__, *self.command], start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env=environment(self.model_folder, self.cpus) | {"VLLM_API_KEY": self._token},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=variables,
             )  # fmt: skip
         self.pid = int(self._guard.stdout.readline() or 0) or None
 
@@ -233,6 +237,8 @@ class VllmServer:
                 self._report(f"vLLM is starting, {waited_s:.0f} s")
             time.sleep(0.2)
         self.startup_s = time.monotonic() - started_s
+        if self._compiled:
+            compilation.end(self._compiled)
         _, text = self._fetch("GET", "/metrics", TOKEN_TIMEOUT_S)
         self.cache_blocks = metrics.cache_blocks(text)
         self._report(f"vLLM {self.version} made its first token after {self.startup_s:.0f} s")
