@@ -48,8 +48,9 @@ def counters(base_url):
 
 def show(number, name, ttft_s, tpot_s, rise):
     requests = rise["ttft_count"]
-    server = {"prompt_tokens": rise["prompt_tokens"] / requests, "mean_ttft_s": rise["ttft_sum_s"] / requests}
-    print(json.dumps({"round": number, "client": name, "ttft_s": ttft_s, "tpot_s": tpot_s, "server": server}), flush=True)
+    told = {"prompt_tokens": rise["prompt_tokens"] / requests, "mean_ttft_s": rise["ttft_sum_s"] / requests}
+    line = {"round": number, "client": name, "ttft_s": ttft_s, "tpot_s": tpot_s, "server": told}
+    print(json.dumps(line), flush=True)
 
 
 def agree(one, other):

@@ -307,3 +307,21 @@ def test_error_words_are_kept():
     assert json.loads(CASES["http_503"].writes[0][1])["error"]["message"] in stream.parse(
         [(0.0, b"HTTP/1.1 503 x\r\ncontent-length: 36\r\n\r\n"), (0.1, CASES["http_503"].writes[0][1])]
     ).detail
+
+
+def test_two_events_that_share_one_count_are_told_from_a_count_per_event():
+    both = parse((10, text("a", **usage(2))), (20, text("b", "length", **usage(2))), (21, DONE))
+    assert (both.arrival_times_s, both.chunk_tokens) == ([0.01], [2])  # two tokens, and text that came later
+    each = parse((10, text("a", **usage(1))), (20, text("b", "length", **usage(1))), (21, DONE))
+    assert each.arrival_times_s == [0.01, 0.02]
+
+
+def test_a_last_event_without_its_blank_line_arrives_with_its_last_byte():
+    event = text("b", "length", **usage(2)).rstrip(b"\n")
+    answer = parse((10, text("a", **usage(1))), (20, event[:-1]), (30, event[-1:]))
+    assert (answer.arrival_times_s, answer.error) == ([0.01, 0.03], None)
+
+
+@pytest.mark.parametrize("raw", [b"", b"HTTP/1.1 500 Error\r\n\r\nno"])
+def test_an_answer_that_never_streamed_has_seen_no_end_marker(raw):
+    assert stream.parse([(0.0, raw)]).done is False
