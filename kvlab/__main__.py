@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("predict", help="what a model would take on a machine, without measuring")
-    command.add_argument("--profile", help="instead of all else: how long measuring this profile takes")
+    command.add_argument("--profile", help="instead of all that follows: how long measuring this profile takes")
+    command.add_argument("--set", action="append", default=[], metavar="name=value", help="with other parameters")
     command.add_argument("--model", help="a well-known model's name, or what a profile's `model` takes")
     command.add_argument("--machine", help="a card such as a10 or h200, or a profile that was measured")
     command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
@@ -80,13 +81,13 @@ def _predict(asked: argparse.Namespace) -> int:
 
     size = (asked.context, asked.output, asked.concurrency)
     try:
+        if bool(asked.profile) == bool(asked.model or asked.machine) or bool(asked.model) != bool(asked.machine):
+            raise ValueError("predict needs either --model and --machine, or --profile with nothing but --set")
         if asked.profile:
-            print("\n".join(whatif.duration_lines(asked.profile)))
+            print("\n".join(whatif.duration_lines(doctor.chosen(asked.profile), asked.set)))
             return 0
-        if not (asked.model and asked.machine):
-            raise ValueError("predict needs --model and --machine, or --profile")
         print("\n".join(whatif.lines(asked.model, asked.machine, asked.dtype, *size, asked.attention)))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, doctor.Finding) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2
     return 0

@@ -97,11 +97,13 @@ def lines(
     ]
 
 
-def duration_lines(profile: str) -> list[str]:
+def duration_lines(profile: str, assignments: list[str]) -> list[str]:
     """How long a profile's measuring takes at the prediction's word; raises ValueError for what cannot be asked."""
-    p = SimpleNamespace(**params.load(profile))
+    p = SimpleNamespace(**params.load(profile, assignments))
     card = p.expected_device.removeprefix("NVIDIA ")
-    a, known = architecture(re.split("[:/]", p.model)[-1] if card else p.model), calibration(card or profile)
+    if not card and not _recorded(profile, "predictions"):
+        raise ValueError(f"nothing is known yet of the machine of profile {profile}: make report PROFILE={profile}")
+    a, known = architecture(p.model), calibration(card or profile)
     minutes = {"S1b: both arms of every pair": _pairs_s(p, a, known.machine) / 60}
     if known.machine.launch_overlaps:
         minutes["S1: every request of every load"] = _requests_s(p, a, known.machine) / 60

@@ -163,6 +163,9 @@ def test_the_command_foretells_how_long_a_profile_takes_before_an_hour_is_rented
     assert "predicted, not measured" in printed and "not counted" in printed
     told = {what: int(value) for what, value in re.findall(r"^  (\w+).*?(\d+) min$", printed, re.MULTILINE)}
     assert abs(told["together"] - told["S1b"] - told["S1"]) <= 1 and told["S1"] > 0
+    assert main(["predict", "--profile", "a10", "--set", "concurrencies=[1] compare_compiled=false"]) == 0
+    less = re.search(r"S1:.*?(\d+) min", capsys.readouterr().out)[1]
+    assert int(less) < told["S1"]
     readme = (paths.ROOT / "README.md").read_text()
     assert re.search(r"takes (\d+) minutes \*\*at the prediction's word", readme)[1] == str(told["together"])
     known = whatif.calibration("a10")
@@ -173,7 +176,11 @@ def test_the_command_foretells_how_long_a_profile_takes_before_an_hour_is_rented
 
 @pytest.mark.parametrize("asked, right", [
     ([], "--profile"),
+    (["--machine", "a10"], "--model"),
+    (["--profile", "a10", "--model", "gpt2"], "nothing but --set"),
     (["--profile", "a11"], "did you mean 'a10'"),
+    (["--profile", "a10", "--set", "repetition=3"], "did you mean 'repetitions'"),
+    (["--profile", "a10", "--set", "dtype=int4"], "dtype"),
     (["--model", "Qwen2.5-8B", "--machine", "a10"], "Qwen2.5-7B-Instruct|Qwen2.5-3B-Instruct|Qwen2.5-1.5B"),
     (["--model", "gpt2", "--machine", "a11"], "did you mean 'a10'"),
     (["--model", "gpt2", "--machine", "a10", "--dtype", "int4"], "float16, bfloat16, float32"),
