@@ -2,7 +2,8 @@
 
 `python fake_vllm.py --fake MODE` and vLLM's own arguments. It has a child that ignores SIGTERM, as an engine
 may. Modes: ok; those of LAST_WORDS: it ends with what vLLM says then; slow: lists its models, makes tokens
-after two seconds; never: no token at all; stubborn: does not end on SIGTERM either.
+after two seconds; never: no token at all; deaf: does not end on SIGTERM either;
+stubborn: nor does it, and its child is in a session of its own.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def main():
         time.sleep(0.5)
         print("\n".join(f"line {i}" for i in range(50)))
         sys.exit(LAST_WORDS[options.fake])
-    if options.fake == "stubborn":
+    if options.fake in ("deaf", "stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("INFO CPU KV cache size: 11,648 tokens", flush=True)
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

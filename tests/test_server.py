@@ -130,12 +130,13 @@ def test_whatever_ends_the_notebook_ends_the_server(folder, number, mode):
     assert gone(processes) and port_is_free(port)
 
 
-def test_a_killed_guard_takes_the_server_along(folder):
-    with fake(folder) as running:
+@pytest.mark.parametrize("mode", ["ok", "deaf"])
+def test_a_killed_guard_takes_the_server_along(folder, mode):
+    """At once, also one that waits for a stream to end: the notebook would wait for that stream as well."""
+    with fake(folder, mode) as running:
         processes = family(running.pid)
         psutil.Process(running.pid).parent().kill()
-        assert gone(processes[:1])
-    assert gone(processes)
+        assert gone(processes, 2)
 
 
 EXITS = {

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -155,7 +156,7 @@ class VllmServer:
         self.command += extra_args
         self.startup_timeout_s, self._report = startup_timeout_s, report or (lambda line: None)
         self._guard, self.pid, self.startup_s, self.cache_blocks = None, None, None, (None, None)
-        self._compiled = None
+        self._compiled = self._watcher = None
 
     def __enter__(self):
         if not any(self.model_folder.glob("*.safetensors")) or not (self.model_folder / "config.json").exists():
@@ -203,9 +204,7 @@ class VllmServer:
             self._guard.wait(guard.GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guard.kill()
-        if self._guard.wait() < 0:  # the guard itself was killed
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._watcher.join()
         self._guard.stdout.close()
         self._guard = None
         os.environ.pop(self.token_variable, None)
@@ -223,6 +222,14 @@ class VllmServer:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=variables,
             )  # fmt: skip
         self.pid = int(self._guard.stdout.readline() or 0) or None
+        self._watcher = threading.Thread(target=self._end_unguarded, args=(self._guard,), daemon=True)
+        self._watcher.start()
+
+    def _end_unguarded(self, guarding):
+        """Where the guard itself is killed, end the server at once: one asked to end waits for its open streams."""
+        if guarding.wait() < 0 and self.pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _wait_until_it_answers(self):
         started_s = reported_s = time.monotonic()
