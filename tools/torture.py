@@ -41,7 +41,8 @@ VICTIMS = {  # kind -> what its command line holds, in the order in which a run 
 }
 ENDS, SERVING = ("make", "report"), ("guard", "server", "engine")  # a run is over with the former
 SOON_S, PATIENCE_S = 5, 180  # on average until a process that came is killed; at most until one comes
-RESERVE_S = 400  # kept for what comes after the kills
+RESERVE_S = 600  # kept for what comes after the kills
+TOO_LATE_S = 60  # with less left nothing is begun
 ONE_RUN_S = 420
 STALE = 'class="warnings"'
 
@@ -385,7 +386,10 @@ def main():
     torture, started_s = Torture(asked.seed, asked.minutes), time.monotonic()
     try:
         for name in asked.only:
-            torture.kills(asked.kills) if name == "kills" else getattr(torture, name)()
+            if torture.left_s() < TOO_LATE_S:
+                torture.note(name.replace("_", " "), 0, ["not tried: no time left, allow more --minutes"], 0)
+            else:
+                torture.kills(asked.kills) if name == "kills" else getattr(torture, name)()
     finally:
         torture.end_all()
         shutil.rmtree(torture.output, ignore_errors=True)
