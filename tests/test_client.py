@@ -52,10 +52,10 @@ class Replay:
 
 
 @contextmanager
-def replaying(tmp_path, *cases):
-    """A replay server whose script 0 is a quick answer, followed by `cases`."""
+def replaying(tmp_path, *cases, warmup=QUICK):
+    """A replay server whose script 0 is what warms it up, followed by `cases`."""
     path = tmp_path / "scripts.json"
-    path.write_text(json.dumps([script(case) for case in (QUICK, *cases)]))
+    path.write_text(json.dumps([script(case) for case in (warmup, *cases)]))
     command = [sys.executable, HERE / "replay_server.py", path]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -310,6 +310,18 @@ def test_br39_a_server_that_dies_in_mid_run_makes_the_point_invalid(tmp_path):
     assert records[0]["status"] == "ok"
     assert [record["reason"] for record in records[1:]] == ["truncated", "connection", "connection"]
     assert (point["status"], point["reason"]) == ("failed", "server_gone")
+
+
+@pytest.mark.parametrize("metrics_too", [True, False])
+def test_br39_a_server_that_hangs_costs_one_timeout_a_point_and_not_one_a_request(tmp_path, metrics_too):
+    """With ten minutes a request and seven requests a point, a hung server would take a rented hour for itself."""
+    with replaying(tmp_path, warmup=CASES["hang"]) as hung, socket.create_server(("127.0.0.1", 0)) as silent:
+        url = hung.base_url if metrics_too else f"http://127.0.0.1:{silent.getsockname()[1]}"
+        records = client.run_point(url, "m", POINT, [[0, 5]] * 4, 3, timeout_s=0.7)
+    assert [(r["kind"], r["status"], r["reason"]) for r in records] == [
+        ("request", "timeout", "timeout"),
+        ("point", "failed", "timeout" if metrics_too else "server_gone"),
+    ]
 
 
 @pytest.mark.parametrize("size", [10, 20_000_000])

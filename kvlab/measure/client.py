@@ -309,10 +309,12 @@ def _prepare(run, model, prompts):
 
 
 async def _measure(run):
-    """Warm up, then measure with the samplers beside it."""
+    """Warm up, then measure with the samplers beside it; a server without one answer in its time is not measured."""
     warm, measured = run.requests[: run.warmup], run.requests[run.warmup :]
     await _closed_loop(run.target, warm, run.width, 0.0, run.timeout_s)
     run.counters.append(await _fetch_metrics(run.target))
+    if all(sent.trouble == "timeout" and stream.parse(sent.reads).error for sent in warm):
+        return
     run.telemetry = sampling.Telemetry(run.server_pid) if run.server_pid else None
     run.cpu_times_s.append(_cpu_time_s(run.server_pid))
     beside = [
@@ -417,13 +419,16 @@ def _lost_server(run, measured):
 
 
 def _point_record(run, records):
+    shared = {"experiment": "s1", "kind": "point", "point": run.point, "attempt": run.attempt}
+    if run.ended_s is None:  # it ended with its warm-up
+        reason = "timeout" if run.counters[0][1] else "server_gone"
+        return shared | {"status": "failed", "reason": reason, "requests": 0, "failed_requests": 0}
     measured = [record for record in records if record["phase"] == "measured"]
     before, after = (metrics.parse(_metrics_text(reads)) for _, reads in run.counters)
     failures = [record["reason"] for record in measured if record["status"] != "ok"]
     reason = failures[0] if len(failures) == len(measured) else _lost_server(run, measured)
     cpu_before_s, cpu_after_s = run.cpu_times_s
-    return {
-        "experiment": "s1", "kind": "point", "point": run.point, "attempt": run.attempt,
+    return shared | {
         "status": "failed" if reason else "ok", "reason": reason,
         "requests": len(measured), "failed_requests": len(failures),
         "measured_from_s": run.measured_from_s - run.start_s, "duration_s": run.ended_s - run.measured_from_s,

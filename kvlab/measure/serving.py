@@ -47,7 +47,7 @@ def measure_point(p: SimpleNamespace, server, point: dict, repetition: int, keep
     )  # fmt: skip
     last = records[-1]  # where every request failed, the first one's reason stands there
     if last["reason"] == "server_gone" or last["status"] != "ok" and server.is_gone():
-        raise ServerError("server_gone", "the server died while it was measured; its log says why")
+        raise ServerError("server_gone", "the server died or hung while it was measured; its log says why")
 
 
 def request_counts(p: SimpleNamespace, point: dict) -> tuple[int, int]:
