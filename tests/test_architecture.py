@@ -37,7 +37,7 @@ FORBIDDEN = {  # room -> packages it never imports, directly or not
     "models": {"torch", "transformers"},
     "hub": {"torch", "transformers"},
     "doctor": {"torch", "transformers", "vllm"},
-    "measure": {"pandas", "matplotlib", "seaborn"},
+    "measure": {"pandas", "matplotlib"},
     "sweep": {"torch", "pandas", "matplotlib"},
 }
 

@@ -115,7 +115,7 @@ def test_br53_each_stack_declares_its_numpy_major_and_locks_it_beside_the_plotti
     assert majors == {"cpu": "2", "a10": "1"}
     assert "numpy==1.26.*" in lines(REQUIREMENTS / "a10.in")
     for stack in LOCKS:
-        assert {"pandas", "matplotlib", "seaborn", "scipy"} <= set(locked(stack))
+        assert {"pandas", "matplotlib", "scipy"} <= set(locked(stack))
 
 
 # ---- environment.yml

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 from kvlab.analyse import definitions as d
 from kvlab.analyse import load
@@ -53,13 +53,14 @@ def interval(values) -> Estimate:
 
 def order_statistics(x: np.ndarray) -> tuple[float, float]:
     """Narrowest symmetric pair of order statistics that covers the median with at least 95 %; `x` is sorted."""
-    k = int(stats.binom.ppf(0.025, len(x), 0.5))  # P(fewer than k of the values lie below the median) < 2.5 %
+    below = special.bdtr(np.arange(len(x)), len(x), 0.5)  # P(at most k of the values lie below the median)
+    k = int(np.searchsorted(below, 0.025))  # P(fewer than k) < 2.5 %
     return float(x[k - 1]), float(x[-k])
 
 
 def t_on_logs(x: np.ndarray) -> tuple[float, float]:
     logs = np.log(x)
-    half = stats.t.ppf(0.975, len(x) - 1) * logs.std(ddof=1) / math.sqrt(len(x))
+    half = special.stdtrit(len(x) - 1, 0.975) * logs.std(ddof=1) / math.sqrt(len(x))
     return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
 
