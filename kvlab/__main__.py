@@ -11,6 +11,7 @@ import warnings
 from kvlab import doctor, params
 
 PR_SET_PDEATHSIG = 1
+ASKED = {"dtype": "bfloat16", "attention": "sdpa", "context": 1024, "output": 128, "concurrency": 1}  # of predict
 
 
 def end_with_parent(parent_pid: str) -> None:
@@ -70,23 +71,23 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--set", action="append", default=[], metavar="name=value", help="with other parameters")
     command.add_argument("--model", help="a well-known model's name, or what a profile's `model` takes")
     command.add_argument("--machine", help="a card such as a10 or h200, or a profile that was measured")
-    command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
-    command.add_argument("--attention", default="sdpa", choices=("eager", "sdpa", "flash_attention_2"))
-    for name, default in (("context", 1024), ("output", 128), ("concurrency", 1)):
-        command.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--dtype", help="of weights and cache (default: {dtype})".format(**ASKED))
+    command.add_argument("--attention", choices=("eager", "sdpa", "flash_attention_2"))
+    for name in ("context", "output", "concurrency"):
+        command.add_argument(f"--{name}", type=int, metavar="N", help=f"(default: {ASKED[name]})")
 
 
 def _predict(asked: argparse.Namespace) -> int:
     from kvlab import whatif
 
-    size = (asked.context, asked.output, asked.concurrency)
+    case = {name: value for name in ("model", "machine", *ASKED) if (value := getattr(asked, name)) is not None}
     try:
-        if bool(asked.profile) == bool(asked.model or asked.machine) or bool(asked.model) != bool(asked.machine):
+        if bool(asked.profile) == bool(case) or bool(case) != bool(asked.model and asked.machine) or case and asked.set:
             raise ValueError("predict needs either --model and --machine, or --profile with nothing but --set")
         if asked.profile:
             print("\n".join(whatif.duration_lines(doctor.chosen(asked.profile), asked.set)))
             return 0
-        print("\n".join(whatif.lines(asked.model, asked.machine, asked.dtype, *size, asked.attention)))
+        print("\n".join(whatif.lines(**ASKED | case)))
     except (ValueError, OSError, doctor.Finding) as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 2

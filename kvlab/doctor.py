@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -258,13 +259,22 @@ def available_bytes():
 
 
 def disk(p):
-    """What is still to come of environment, weights and results fits the disks it goes to."""
-    hub_folder = Path(os.environ.get(HUB_FOLDERS.get(p.model.partition(":")[0], "")) or Path.home() / ".cache")
-    output = Path(os.environ.get("KVLAB_OUTPUT") or ROOT)
+    """What is still to come of environment, weights and results fits the disks it goes to, and may be written there."""
+    hub_variable = HUB_FOLDERS.get(p.model.partition(":")[0], "")
+    hub_folder = Path(os.environ.get(hub_variable) or Path.home() / ".cache")
+    results = Path(os.environ.get("KVLAB_OUTPUT") or ROOT) / "results" / p.profile
     setup = 0 if installed_version("torch") else ENVIRONMENT_BYTES[p.stack]
     weights, wanted = download_bytes(p), {}
-    for place, needed in ((ROOT, setup), (hub_folder, weights or 0), (output, WORKING_BYTES)):
+    places = (
+        (ROOT, setup, "clone kvlab elsewhere"),
+        (hub_folder, weights or 0, f"name another folder with {hub_variable}"),
+        (results, WORKING_BYTES, "name another folder with KVLAB_OUTPUT"),
+    )
+    for place, needed, mend in places:
         standing = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
+        problem = needed and write_problem(standing)
+        if problem:
+            raise Finding(f"{standing} cannot be written ({problem}): make it writable, or {mend}")
         device = os.stat(str(standing)).st_dev
         wanted[device] = (standing, wanted.get(device, (None, 0))[1] + needed)
     for standing, needed in wanted.values():
@@ -276,6 +286,15 @@ def disk(p):
             )
     uncounted = " (without the model: its name tells no size)" if weights is None else ""
     return f"{size(sum(needed for _, needed in wanted.values()))} needed, and free{uncounted}"
+
+
+def write_problem(folder):
+    """Why no file can be written into a folder; None where one can."""
+    try:
+        tempfile.TemporaryFile(dir=str(folder)).close()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def download_bytes(p):

@@ -1,59 +1,31 @@
 """Parameters of a run: declared by the notebooks, given by a flat YAML profile, checked before anything is loaded."""
 
-import ast
-import difflib
-import json
 import math
 import os
 import re
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import yaml
 
 from kvlab import paths
+from kvlab.declarations import (
+    LONGEST_TEXT,
+    ParameterError,
+    all_declared,
+    check_name,
+    declared,
+    nearest,
+    shown,
+    written_assignments,
+)
 
 LIMITS = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_bytes())
 CHOICES = LIMITS["choices"]
-HIGHEST, LONGEST_TEXT = 1_000_000, 1000
+HIGHEST = 1_000_000
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 WRITTEN = {"int": "a whole number such as 2", "float": "a number such as 0.5", "bool": "true or false",
            "str": "text (in quotes, where it looks like a number or a date)"}  # fmt: skip
-ASSIGNMENT = re.compile(
-    r"""\s*([A-Za-z_]\w*)\s*=\s*((?:"(?:\\.|[^"\\])*"|'[^']*'|[^"'\s]|\s(?!\s*[A-Za-z_]\w*\s*=))*)(?=\s|\Z)"""
-)
-
-BEGUN = re.compile(r"\s*[A-Za-z_]\w*\s*=")
-
-
-class ParameterError(ValueError):
-    """A parameter that cannot be used; the message names the key and the mend."""
-
-
-@cache
-def declared(notebook: Path) -> dict[str, tuple[str, object]]:
-    """Name -> (type, default) of the one cell tagged `parameters`; raises ParameterError without exactly one."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
-    if len(tagged) != 1:
-        raise ParameterError(f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one")
-    found = {}
-    for statement in ast.parse("".join(tagged[0]["source"])).body:
-        if not isinstance(statement, ast.AnnAssign):
-            raise ParameterError(f"{notebook.name}: a parameter is written `name: type = default`")
-        found[statement.target.id] = (ast.unparse(statement.annotation), ast.literal_eval(statement.value))
-    return found
-
-
-def all_declared(folder: Path = paths.NOTEBOOKS) -> dict[str, tuple[str, object]]:
-    """Every parameter of every notebook; raises ParameterError where two notebooks disagree on one."""
-    found: dict[str, tuple[str, object]] = {}
-    for notebook in sorted(folder.glob("*.ipynb")):
-        for name, declaration in declared(notebook).items():
-            if found.setdefault(name, declaration) != declaration:
-                raise ParameterError(f"{notebook.name} declares {name} otherwise than another notebook does")
-    return found
 
 
 def profile_path(profile: str) -> Path:
@@ -83,17 +55,7 @@ def load(profile: str, assignments: list[str] = ()) -> dict:
 
 def read_assignments(text: str) -> dict:
     """Values of `a=1 b=[2, 3]`: assignments separated by blanks, each value written as in YAML, quotes respected."""
-    found, position, text = {}, 0, text.strip()
-    while position < len(text):
-        part = ASSIGNMENT.match(text, position) if len(text) <= 10 * LONGEST_TEXT else None
-        if part is None:
-            mend = "close every quote" if BEGUN.match(text, position) else 'write it as in SET="repetitions=6"'
-            raise ParameterError(f"SET={shown(text)} is not of the form name=value; {mend}")
-        if part[1] in found:
-            raise ParameterError(f"SET: {part[1]} is given twice; leave one out")
-        found[part[1]] = read_value(part[2].strip(), f"SET: {part[1]}")
-        position = part.end()
-    return found
+    return {name: read_value(value, f"SET: {name}") for name, value in written_assignments(text).items()}
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -138,12 +100,6 @@ def read_yaml(text: str, where: str) -> dict:
     return values
 
 
-def shown(value: object) -> str:
-    """A value as a sentence can quote it: on one line, and not the whole of a long one."""
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
 def from_notebook(scope: dict, notebook: str) -> SimpleNamespace:
     """The declared parameters of a running notebook, checked, as attributes; `scope` is its globals()."""
     names = declared(paths.NOTEBOOKS / f"{notebook}.ipynb")
@@ -157,19 +113,12 @@ def check(values: dict, where: str) -> None:
     known = all_declared()
     try:
         for name, value in values.items():
-            if name not in known:
-                mend = nearest(name, known) or f"; there are: {', '.join(known)}"
-                raise ParameterError(f"unknown parameter {shown(name)}{mend}")
+            check_name(name, known)
             check_type(name, value, known[name][0])
             check_value(name, value)
         check_together(values)
     except ParameterError as error:
         raise ParameterError(f"{where}: {error}") from None
-
-
-def nearest(name: str, names) -> str:
-    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_type(name: str, value: object, annotation: str) -> None:

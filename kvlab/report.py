@@ -191,7 +191,7 @@ def compare(one: str, other: str) -> int:
     }
     if not any(tables.values()):
         raise NotComparable(f"{one} and {other} have no point in common; measure the same lengths")
-    machines = tuple(sections.machine_name(run.environment) for run, _ in runs)
+    machines = tuple(sections.machine_words(run.environment) for run, _ in runs)
     for language in prose.LANGUAGES:
         page = paths.output_root() / "results" / f"compare_{one}_{other}.{language}.html"
         beside = comparison.notebook((one, other), machines, tables, language)

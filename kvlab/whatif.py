@@ -78,14 +78,14 @@ def _on_records(ceilings: Machine, measured: list[dict]) -> calibrate.Calibratio
 
 
 def lines(
-    model: str, machine: str, dtype: str, context: int, output_tokens: int, concurrency: int, attention: str = "sdpa"
+    model: str, machine: str, dtype: str, context: int, output: int, concurrency: int, attention: str = "sdpa"
 ) -> list[str]:
     """The printed answer; raises ValueError for what cannot be asked."""
     a, known = architecture(model), calibration(machine)
-    _check(a, known.machine, dtype, context, output_tokens, concurrency)
-    alone = Case(a, context, output_tokens, dtype=dtype, attention=attention)
+    _check(a, known.machine, dtype, context, output, concurrency)
+    alone = Case(a, context, output, dtype=dtype, attention=attention)
     served = replace(alone, batch=concurrency, stack="vllm")
-    asked = f"{context:,} tokens in, {output_tokens:,} out"
+    asked = f"{context:,} tokens in, {output:,} out"
     return [
         f"{model} on {known.machine.name} ({dtype}), {asked}: predicted, not measured",
         f"machine: {known.machine.source or 'its own records'}",
@@ -93,7 +93,7 @@ def lines(
         "",
         *_table("Transformers, one request", known, alone, ALONE),
         *(_table(f"vLLM, {concurrency} at once", known, served, SERVED) if known.machine.launch_overlaps else ()),
-        *_memory(a, known.machine, dtype, context + output_tokens),
+        *_memory(a, known.machine, dtype, context + output),
     ]
 
 

@@ -14,7 +14,8 @@ LIBRARY = sorted((paths.ROOT / "kvlab").rglob("*.py"))
 ALLOWED = {  # room -> rooms of kvlab that it may import
     "records": set(),
     "paths": set(),
-    "params": {"paths"},
+    "declarations": {"paths"},
+    "params": {"declarations", "paths"},
     "prompts": set(),
     "hub": {"models", "paths"},
     "doctor": {"analyse", "hub", "models", "params"},

@@ -12,6 +12,7 @@ import fake_frames
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib import font_manager
 from matplotlib.font_manager import get_font
 from matplotlib.text import Text
 
@@ -45,6 +46,16 @@ def test_every_label_is_translated_and_every_glyph_exists(name):
     seen = {language: words(drawn(name, language)) for language in prose.LANGUAGES}
     assert seen["zh"] and not (seen["zh"] & seen["en"]) - SAME_IN_BOTH
     assert not any(re.search(r"[\u3400-\u9fff]", text) for text in seen["en"])
+
+def test_a_chart_takes_the_packages_font_where_the_system_has_one_of_the_same_name(tmp_path, monkeypatch):
+    elsewhere = tmp_path / drawing.FONT_FILE
+    elsewhere.symlink_to(drawing.font_path())
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
+    font_manager.fontManager.addfont(str(elsewhere))
+    drawing.font_path.cache_clear()  # as in a process that has drawn nothing yet
+    packaged = drawing.font_path()
+    assert font_manager.findfont("Noto Sans CJK SC") == str(packaged) != str(elsewhere)
+
 
 
 def test_the_font_has_every_character_of_both_tables():

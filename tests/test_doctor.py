@@ -105,6 +105,14 @@ def test_a_full_disk_names_how_much_is_missing_and_where_else_things_may_go(mach
     assert set(found) == {"disk"} and "3.0 GiB of disk are free" in found["disk"] and "KVLAB_OUTPUT" in found["disk"]
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_its_reason_and_not_called_full(machine, monkeypatch):
+    machine()
+    monkeypatch.setenv("KVLAB_OUTPUT", "/proc/kvlab")
+    found = failing("smoke")
+    assert set(found) - {"versions"} == {"disk"}
+    assert re.fullmatch(r"/proc cannot be written \([\w ]+\): .* another folder with KVLAB_OUTPUT", found["disk"])
+
+
 def test_before_set_up_the_disk_that_the_readme_names_is_what_the_doctor_counts(machine, monkeypatch, tmp_path):
     usage = machine()
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))  # nothing has been fetched

@@ -269,6 +269,68 @@ def test_a_changed_lock_rebuilds_and_a_changed_pyproject_only_reinstalls_kvlab(c
     assert left(*checkout) == "everything"
 
 
+# ---- an environment that stands is kept until what replaces it is here
+
+
+@pytest.fixture
+def update(checkout, monkeypatch):
+    """Runs build() on a finished environment whose lock has changed; returns the steps it took.
+
+    `stop` names the step that fails, as pip does without a network.
+    """
+    root, lock, folder = checkout
+    finish(*checkout)
+    lock.write_text("torch==2.13.1\n")
+    monkeypatch.setattr(setup_environment, "ROOT", root)
+
+    def run(stop=None):
+        steps = []
+
+        def step(name):
+            def taken(*arguments):
+                steps.append(name)
+                if name == stop:
+                    raise setup_environment.SetupError("pip cannot reach its package index")
+
+            return taken
+
+        for name in ("create", "install_lock", "compile_modules", "pip_install"):
+            monkeypatch.setattr(setup_environment, name, step(name))
+        try:
+            setup_environment.build(folder, lock, "cpu")
+        except setup_environment.SetupError:
+            steps.append("refused")
+        return steps
+
+    return run
+
+
+def test_an_updated_lock_is_installed_over_the_environment_that_stands(update, checkout):
+    assert update() == ["install_lock", "compile_modules", "pip_install"]
+    assert left(*checkout) == "nothing" and update() == []
+
+
+def test_an_update_that_stops_while_pip_fetches_leaves_the_old_environment_whole(update, checkout):
+    root, lock, folder = checkout
+    assert update(stop="install_lock") == ["install_lock", "refused"]
+    (folder / "setup.log").write_text("Collecting torch==2.13.1\nERROR: No matching distribution\n")
+    lock.write_text("torch==2.13.0\n")  # the user goes back to the commit before
+    assert left(*checkout) == "nothing"
+
+
+def test_an_update_cut_off_while_pip_wrote_is_built_from_nothing(update, checkout):
+    (checkout[2] / "setup.log").write_text("Installing collected packages: torch\n  Attempting uninstall: torch\n")
+    assert update() == ["create", "install_lock", "compile_modules", "pip_install"]
+
+
+def test_what_the_lock_no_longer_names_is_found_and_nothing_else(tmp_path):
+    site_packages = tmp_path / "lib/python3.11/site-packages"
+    for name in ("torch", "Jinja_2", "seaborn", "pip", "setuptools", "kvlab"):
+        (site_packages / f"{name}-1.dist-info").mkdir(parents=True)
+        (site_packages / f"{name}-1.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+    assert setup_environment.left_over(tmp_path, {"torch": "1", "jinja-2": "1"}) == ["seaborn"]
+
+
 @pytest.fixture
 def environment_with_kvlab(tmp_path):
     """(prefix, site-packages) of an environment in which kvlab is installed."""
@@ -391,6 +453,31 @@ def test_each_profile_gets_the_stack_that_it_needs_without_being_asked(profile, 
 def test_a_profile_that_is_none_is_refused_before_anything_is_set_up():
     with pytest.raises(setup_environment.SetupError, match="did you mean 'a10'"):
         setup_environment.stack_of("a01")
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ("repetitons=6", "SET: unknown parameter 'repetitons'; did you mean 'repetitions'?"),
+        ("context_lengths=[128, 256] langauge=en", "did you mean 'language'?"),
+        ("repetitions", 'write it as in SET="repetitions=6"'),
+        ("dtype='float32", "close every quote"),
+        ("threads=2 threads=1", "given twice"),
+    ],
+)
+def test_a_mistyped_set_is_refused_before_anything_is_set_up(asked, words):
+    with pytest.raises(setup_environment.SetupError) as refused:
+        setup_environment.check_names(asked)
+    assert words in str(refused.value)
+    setup_environment.check_names("context_lengths=[128, 256] language=en")
+
+
+def test_a_mistyped_set_costs_no_installation():
+    """As on a fresh machine: an interpreter that has nothing but the standard library."""
+    command = [sys.executable, "-I", "-S", str(ROOT / "tools/setup_environment.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, env={"SET": "repetitons=6", "PATH": ""})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "kvlab: SET: unknown parameter 'repetitons'; did you mean 'repetitions'?\n"
 
 
 def test_without_set_nothing_is_overridden(make_report):

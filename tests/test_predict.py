@@ -126,6 +126,17 @@ def test_the_table_of_published_figures_names_every_source_and_shows_none_that_w
     assert f"tested on the {len(tested)} others" in shown[1] and "measured by others" in shown[1]
 
 
+def test_what_was_assumed_of_a_source_is_said_in_the_readers_language(monkeypatch):
+    shown = []
+    monkeypatch.setattr(prose, "emit", lambda data, language, **tags: shown.append("".join(data.values())))
+    held = published.held_against()
+    world.table(held, "zh")
+    assumed = held[~held["calibrates"]]["source"].drop_duplicates().str.endswith(world.ASSUMED).sum()
+    told = [sentence.replace("\N{NO-BREAK SPACE}", " ") for sentence in shown]
+    assert assumed and sum("按 64 个 token 计" in sentence for sentence in told) == assumed
+    assert not any("not given" in sentence for sentence in told)
+
+
 def test_small_models_are_launch_bound_on_an_a10_and_seven_billion_are_not():
     card = published.calibrated("A10").machine
     asked = {"context": 256, "dtype": "float16"}
@@ -190,6 +201,10 @@ def test_the_command_foretells_how_long_a_profile_takes_before_an_hour_is_rented
     (["--model", "gpt2", "--machine", "../cpu"], "unknown machine"),
     (["--model", "gpt2", "--machine", "cpuu"], "did you mean 'cpu'"),
     (["--model", "nonsense", "--machine", "a10"], "unknown model 'nonsense'; there are: "),
+    (["--profile", "a10", "--context", "12"], "with nothing but --set"),
+    (["--profile", "a10", "--dtype", "float16"], "with nothing but --set"),
+    (["--model", "gpt2", "--machine", "a10", "--set", "repetitions=1"], "with nothing but --set"),
+    (["--context", "12"], "either --model and --machine"),
     (["--model", "gpt2", "--machine", "zz"], "no profile with predictions; there are: "),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_ends_with_2_and_the_nearest_right_name(asked, right, capsys):

@@ -102,3 +102,10 @@ def test_where_the_cache_pays_is_said_only_with_a_verdict(told):
         words("sections.pays_at_shortest", told.language, context_length=128)
     ]
     assert told(tell, [open_], (256, False)) == [words("verdict.q2.no_verdict", told.language, **numbers)]
+
+
+def test_the_machine_is_named_in_the_readers_language_and_half_a_cpu_is_not_rounded_away(told):
+    environment = {"card_model": None, "cpu_model": "A CPU <b>", "cpu_quota": 1.5}
+    named = sections.machine_words(environment)[told.language]
+    assert "1.5" in named and ("CPUs" in named) == (told.language == "en") and "<b>" not in named
+    assert sections.machine_words(environment | {"card_model": "NVIDIA A10"})[told.language] == "NVIDIA A10"

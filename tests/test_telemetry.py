@@ -295,7 +295,8 @@ def shown(monkeypatch):
     monkeypatch.setattr(prose, "display", lambda data, raw, metadata: outputs.append(data))
 
     def shown(records):
-        load_room.machine_load(load.windows(records), "both", "results/x/s1b.jsonl")
+        outputs.clear()
+        load_room.machine_load(records, "both", "results/x/s1b.jsonl")
         return " ".join(part for output in outputs for part in output.values())
 
     return shown
@@ -306,10 +307,20 @@ def test_records_from_before_there_was_telemetry_say_so_and_break_nothing(shown)
     assert "no samples of the machine" in shown([old])
 
 
+def test_a_page_tells_of_how_many_measured_windows_it_has_samples(shown):
+    window = {"kind": "point", "status": "ok", "point": {"concurrency": 1, "context_length": 8}}
+    sampled = window | {"telemetry": processor(15.0, 15.1, 0.0)}
+    others = [{"kind": "request", "status": "ok", "point": window["point"]}, window | {"status": "failed"}]
+    whole, partly = (shown([sampled, *rest, *others]).replace("\xa0", " ") for rest in ([], [window, window]))
+    assert "1 of 1 measured windows were sampled" in whole and "is not known" not in whole
+    assert "1 of 3 measured windows were sampled" in partly and "The other 2 were measured without samples" in partly
+    assert "None of the 1 sampled windows" in partly and "另外 2 个窗口" in partly
+
+
 def test_br41_without_a_card_the_section_says_that_nothing_of_it_can_be_measured(shown):
     window = {"kind": "point", "status": "ok", "point": {"concurrency": 1, "context_length": 8}}
     text = shown([window | {"telemetry": processor(15.0, 19.0, 0.0)}])
-    assert "No GPU was sampled" in text and "1 of 1 windows are marked" in text.replace("\xa0", " ")
+    assert "No GPU was sampled" in text and "1 of 1 sampled windows are marked" in text.replace("\xa0", " ")
     assert "本实验" in text and "NaN" not in text and "nan" not in text
 
 

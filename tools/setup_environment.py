@@ -86,13 +86,22 @@ def wanted_stamp(root, lock):
 
 
 def read_stamp(folder):
-    """Returns the stamp of a finished environment; {} where set-up never ended or the interpreter is gone."""
-    if not (folder / "bin" / "python").exists():
+    """Returns the stamp of a whole environment; {} where none was finished or pip was cut off while it wrote."""
+    if not (folder / "bin" / "python").exists() or half_installed(folder):
         return {}
     try:
         return json.loads((folder / "kvlab-stamp.json").read_text())
     except (OSError, ValueError):
         return {}
+
+
+def half_installed(folder):
+    """Tells whether pip had begun to write packages and did not come to its end."""
+    try:
+        words = (folder / "setup.log").read_text(errors="replace")
+    except OSError:
+        return False
+    return "Installing collected packages" in words and "Successfully installed" not in words
 
 
 def work_left(stamp, wanted):
@@ -172,9 +181,9 @@ def show_progress(process, log, site_packages, packages):
         print(start, end="", file=sys.stderr, flush=True)
 
 
-def pip_install(folder, arguments, packages):
+def pip_install(folder, arguments, packages, log_name="setup.log"):
     """Runs `pip install` in the environment; raises SetupError with one sentence when it fails."""
-    log, (site_packages,) = folder / "setup.log", folder.glob("lib/python3.*/site-packages")
+    log, (site_packages,) = folder / log_name, folder.glob("lib/python3.*/site-packages")
     command = [str(folder / "bin/python"), "-m", "pip", "install", "--no-compile", "--no-input", *arguments]
     environment = dict(os.environ, PIP_USER="0", PYTHONUNBUFFERED="1")
     with log.open("w") as output:
@@ -215,7 +224,10 @@ def pins(lock):
 
 
 def install_lock(folder, lock, stack):
-    """Installs exactly what the lock lists; a torch that is no CPU build also gets what it declares."""
+    """Installs exactly what the lock lists; a torch that is no CPU build also gets what it declares.
+
+    Where packages stand already, pip fetches all that differ before it replaces the first.
+    """
     versions = pins(lock)
     torch = f"torch=={versions['torch']}"
     gpu_packages = find_torch(folder / "bin/python", torch) if stack == "cpu" else []
@@ -228,6 +240,23 @@ def install_lock(folder, lock, stack):
     pip_install(folder, ["--no-deps", "-r", str(lock)], len(versions))
     if gpu_packages:
         pip_install(folder, ["-c", str(lock), torch], len(versions) + len(gpu_packages))
+    else:
+        remove(folder, left_over(folder, versions))
+
+
+def left_over(folder, versions):
+    """Returns the installed packages that the lock does not name (any more)."""
+    (site_packages,) = folder.glob("lib/python3.*/site-packages")
+    found = {each.metadata["Name"] for each in importlib.metadata.distributions(path=[str(site_packages)])}
+    kept = {*versions, "pip", "setuptools", "kvlab"}
+    return sorted(name for name in found if name and re.sub(r"[-_.]+", "-", name).lower() not in kept)
+
+
+def remove(folder, names):
+    """Uninstalls packages; one that resists stays, since it is only too much."""
+    if names:
+        command = [str(folder / "bin/python"), "-m", "pip", "uninstall", "--yes", "--quiet", *names]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def compile_modules(folder):
@@ -239,20 +268,29 @@ def compile_modules(folder):
 
 
 def build(folder, lock, stack):
-    """Brings the environment up to date; interrupted at any moment, the next call does it again."""
+    """Brings the environment up to date; interrupted at any moment, the next call does the rest.
+
+    An environment of an older lock gets what differs and can be used until then: what stops pip while it fetches
+    leaves it as it was. Only where none was finished, or pip was cut off while it wrote, is it built from nothing.
+    """
     wanted, stamp, started = wanted_stamp(ROOT, lock), folder / "kvlab-stamp.json", time.monotonic()
-    left = work_left(read_stamp(folder), wanted)
+    standing = read_stamp(folder)
+    left = work_left(standing, wanted)
     if left == "nothing":
         return
     if left == "everything":
-        check_disk(FREE_BYTES[stack])
-        say(f"setting up {folder.name} from {lock.relative_to(ROOT)} (a few minutes, once)")
-        with contextlib.suppress(FileNotFoundError):
-            stamp.unlink()
-        create(folder)
+        if standing:
+            say(f"bringing {folder.name} up to date with {lock.relative_to(ROOT)}")
+        else:
+            check_disk(FREE_BYTES[stack])
+            say(f"setting up {folder.name} from {lock.relative_to(ROOT)} (a few minutes, once)")
+            with contextlib.suppress(OSError):
+                stamp.unlink()
+            create(folder)
         install_lock(folder, lock, stack)
+        stamp.write_text(json.dumps({"lock": wanted["lock"]}))
         compile_modules(folder)
-    pip_install(folder, ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)], 1)
+    pip_install(folder, ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)], 1, "kvlab.log")
     stamp.write_text(json.dumps(wanted))
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")
 
@@ -298,7 +336,6 @@ def notices(library_found, compiler_found):
 
 def stack_of(profile):
     """Returns the stack that a profile runs on; raises SetupError, before minutes are spent, for one that is none."""
-    sys.path.insert(0, str(ROOT))
     from kvlab import doctor  # the standard library alone
 
     try:
@@ -307,12 +344,25 @@ def stack_of(profile):
         raise SetupError(str(finding)) from None
 
 
+def check_names(assignments):
+    """Raises SetupError, before minutes are spent, for a SET with a name that no notebook declares."""
+    from kvlab import declarations  # the standard library alone
+
+    try:
+        known = declarations.all_declared()
+        for name in declarations.written_assignments(assignments):
+            declarations.check_name(name, known)
+    except declarations.ParameterError as error:
+        raise SetupError(f"SET: {error}" if "SET" not in str(error) else str(error)) from None
+
+
 def interpreter(stack):
     """Returns the path of an interpreter that has everything, after building its environment where needed."""
     folder, lock = ROOT / FOLDERS[stack], ROOT / "requirements" / f"{stack}.txt"
     if active_environment(os.environ, sys.prefix, sysconfig.get_paths()["purelib"], folder):
         return sys.executable
     check_interpreter()
+    check_names(os.environ.get("SET", ""))
     with one_at_a_time(lock):
         build(folder, lock, stack)
     return str(folder / "bin/python")
@@ -324,6 +374,7 @@ def main():
     locks = [*sorted(FOLDERS), "auto"]
     parser.add_argument("--lock", choices=locks, default="cpu", help="which lock to install; auto: as $PROFILE needs")
     asked = parser.parse_args().lock
+    sys.path.insert(0, str(ROOT))
     try:
         stack = stack_of(os.environ.get("PROFILE", "cpu")) if asked == "auto" else asked
         python = interpreter(stack)

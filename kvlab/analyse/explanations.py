@@ -7,6 +7,7 @@ import pandas as pd
 from kvlab.analyse import breakdown, cost
 from kvlab.analyse.findings import Answer, verdict
 from kvlab.analyse.summary import Estimate, interval, measured, swept
+from kvlab.analyse.tiers import GAP
 
 NOTHING = interval([])
 
@@ -34,7 +35,7 @@ def engine(found: list[breakdown.Token], large: Estimate, growth: float | None) 
 def tiers(gaps: pd.DataFrame) -> Answer:
     """Q4: how far apart the phases are on two machines; one of them predicted, so no verdict is passed."""
     by_phase = gaps.set_index("phase").to_dict("index")
-    values = [(phase, value) for phase in ("ttft", "tpot") for value in ("gap", "gap_low", "gap_high", "ceiling")]
+    values = [(phase, value) for phase in ("ttft", "tpot") for value in GAP]
     numbers = {f"{phase}_{value}": by_phase.get(phase, {}).get(value) for phase, value in values}
     times = by_phase.get("ttft", {}).get("here", NOTHING)
     return Answer("q4", "predicted_only" if times.n else "no_verdict", times, numbers)

@@ -11,10 +11,11 @@ from kvlab.analyse.predict import Case, Machine, Prediction
 from kvlab.analyse.summary import interval
 
 HOUR_S, MILLION = 3600, 1_000_000
+GAP = ("gap", "gap_low", "gap_high", "ceiling", "reached", "reached_here")
 CONTEXT = 1024  # tokens at which two machines are compared: long enough for a card's prefill to be bound by FLOP/s
 
 
-def measured(machine: str, p: SimpleNamespace, generations: pd.DataFrame, points: pd.DataFrame) -> dict:
+def measured(machine: str | dict, p: SimpleNamespace, generations: pd.DataFrame, points: pd.DataFrame) -> dict:
     """One run as a row: S1b with cache at its middle length, and the best throughput that S1 reached."""
     lengths = sorted(p.context_lengths)
     length = lengths[len(lengths) // 2]
@@ -50,7 +51,8 @@ def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet
 
     `here` holds this machine's measured ceilings; its times are extrapolated from slices in layers, TTFT also in
     length, by FLOPs. `sheet` is the card's data sheet, `there` its row of `predicted`. Bandwidths are compared in
-    weights per second: half the bytes are twice the weights.
+    weights per second: half the bytes are twice the weights. `reached` and `reached_here` are the shares of its
+    ceiling that each machine reaches: their ratio is how far the gap lies off the ceilings' ratio.
     """
     rows, phases = [], {"ttft": "flops", "tpot": "weights"}
     for phase in phases if here and len(slices) else ():
@@ -59,8 +61,17 @@ def gaps(slices: pd.DataFrame, a: cost.Architecture, here: Machine | None, sheet
         whole = interval(whole_s * (longer if phase == "ttft" else 1))
         time: Prediction = there[phase]
         gap = (whole.median / time.value, whole.low / time.high, whole.high / time.low)
-        rows.append((phase, *gap, ceiling_ratio(phases[phase], here, sheet, there["dtype"]), whole))
-    return pd.DataFrame(rows, columns=["phase", "gap", "gap_low", "gap_high", "ceiling", "here"])
+        ceiling = ceiling_ratio(phases[phase], here, sheet, there["dtype"])
+        reached = reached_share(phase, a, sheet, there)
+        rows.append((phase, *gap, ceiling, reached, reached * ceiling / gap[0], whole))
+    return pd.DataFrame(rows, columns=["phase", *GAP, "here"])
+
+
+def reached_share(phase: str, a: cost.Architecture, sheet: Machine, there: dict) -> float:
+    """The time that a phase would take at the card's ceiling, over the time predicted for it."""
+    if phase == "ttft":
+        return cost.prefill_flops(a, CONTEXT) / sheet.flops_per_s[there["dtype"]] / there["ttft"].value
+    return cost.weight_bytes(a, there["dtype"]) / sheet.read_bandwidth_bytes_per_s / there["tpot"].value
 
 
 def ceiling_ratio(what: str, here: Machine, there: Machine, dtype: str) -> float:

@@ -55,7 +55,7 @@ def serving(a: pd.DataFrame, b: pd.DataFrame) -> list[dict]:
     return rows(measured(a), measured(b), SERVED, ["ttft_s", "tpot_s"])
 
 
-def notebook(names: tuple[str, str], machines: tuple[str, str], tables: dict[str, list[dict]], language: str):
+def notebook(names: tuple[str, str], machines: tuple[dict, dict], tables: dict[str, list[dict]], language: str):
     """The comparison as a notebook of one language, ready for `render.page`; `tables` maps "s1b" and "s1" to rows."""
     told = {"machines": {"a": machines[0], "b": machines[1]}, "how": {}}
     texts = [f"# {prose.plain('compare.title', language, a=names[0], b=names[1])}"]

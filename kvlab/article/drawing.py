@@ -29,12 +29,14 @@ LABEL_GAP_POINTS = 14
 
 @functools.cache
 def font_path():
-    """The Chinese font inside the installed package mplfonts, registered with matplotlib."""
+    """The Chinese font inside the installed package mplfonts, registered with matplotlib before a system's own."""
     package = importlib.util.find_spec("mplfonts")
     if package is None:
         raise ModuleNotFoundError("the charts take their font from mplfonts: pip install mplfonts")
     path = Path(package.submodule_search_locations[0]) / "fonts" / FONT_FILE
-    font_manager.fontManager.addfont(str(path))
+    known = font_manager.fontManager
+    known.addfont(str(path))
+    known.ttflist.insert(0, known.ttflist.pop())  # of equals the first is taken: a chart is the same on every machine
     return path
 
 

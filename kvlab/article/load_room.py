@@ -4,14 +4,20 @@ from collections import Counter
 
 import pandas as pd
 
+from kvlab.analyse import definitions as d
+from kvlab.analyse import load
 from kvlab.article import prose
 
 CPU, CARD, MEMORY = (prose.TABLES[f"telemetry_{name}"] for name in ("cpu", "card", "memory"))
 GROUPS = {"generation": ["use_cache", "context_length"], "point": ["concurrency", "context_length"]}
 
 
-def machine_load(windows: pd.DataFrame, language: str, source: str) -> None:
-    """Medians per condition: CPU shares, clock and memory; the same of the card, or that there is none to ask."""
+def machine_load(records: list[dict], language: str, source: str) -> None:
+    """Medians per condition: CPU shares, clock and memory; the same of the card, or that there is none to ask.
+
+    It also says of how many measured windows there are samples.
+    """
+    windows = load.windows(records)
     if windows.empty:
         prose.say("telemetry.nothing", language)
         return
@@ -24,7 +30,10 @@ def machine_load(windows: pd.DataFrame, language: str, source: str) -> None:
     else:
         prose.say("telemetry.no_card", language)
     numbers = {"samples": windows["samples"].median(), "interval": windows["interval_s"].median()}
-    prose.say("telemetry.sampling", language, source=source, windows=len(windows), **numbers)
+    numbers |= {"windows": len(windows), "measured": sum(r["kind"] in GROUPS and r["status"] == d.OK for r in records)}
+    prose.say("telemetry.sampling", language, source=source, **numbers)
+    if numbers["windows"] < numbers["measured"]:
+        prose.say("telemetry.unsampled", language, count=numbers["measured"] - numbers["windows"])
     disturbed(windows, language, source)
 
 

@@ -25,7 +25,7 @@ def answers(found: list[Answer], environment: dict, language: str, source: str) 
             "claim": f"{a.question}_claim",
             "verdict": a.verdict,
             "effect": prose.both(f"answer.{a.question}_effect", effect=a.effect, **a.numbers),
-            "machine": machine_name(environment),
+            "machine": machine_words(environment),
             "chart": link_to_figure(ANSWER_FIGURES[a.question]),
         }
         for a in found
@@ -54,7 +54,7 @@ def verdicts(found: list[Answer], break_even: tuple[int | None, bool] | None, la
 
 def limits(environment: dict, parameters: dict, language: str) -> None:
     """What this page does not show, as far as its own records tell."""
-    prose.say("limits.one_machine", language, machine=machine_name(environment), dtype=parameters["dtype"])
+    prose.say("limits.one_machine", language, machine=machine_words(environment), dtype=parameters["dtype"])
     if environment["card_model"] is None:
         prose.say("limits.no_gpu", language, model=parameters["model"])
     if not records.environments(paths.results("a10")):
@@ -62,7 +62,15 @@ def limits(environment: dict, parameters: dict, language: str) -> None:
 
 
 def machine_name(environment: dict) -> str:
+    """The machine as records and predictions name it."""
     return environment["card_model"] or f"{environment['cpu_model']}, {environment['cpu_quota']:g} CPUs"
+
+
+def machine_words(environment: dict) -> dict[str, str]:
+    """The machine as the page names it, in every language."""
+    if environment["card_model"]:
+        return dict.fromkeys(prose.LANGUAGES, environment["card_model"])
+    return prose.both("machine.with_cpus", cpu=environment["cpu_model"], count=f"{environment['cpu_quota']:g}")
 
 
 def machine(environment: dict, parameters: dict, language: str, source: str) -> None:
@@ -94,7 +102,7 @@ def provenance(profile: str, language: str) -> dict[str, str]:
         return {}
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != "environments.jsonl"]
     facts = {
-        "machine": machine_name(known[-1]),
+        "machine": machine_words(known[-1])[language],
         "environment": known[-1]["environment"],
         "kvlab": kvlab_version(known[-1]["kvlab"]),
         "records": ", ".join(stored(path, known[-1]["environment"]) for path in files),

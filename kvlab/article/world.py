@@ -4,6 +4,7 @@ import re
 
 from kvlab.article import prose
 
+ASSUMED = "; prompt length not given, 64 assumed"  # of a source
 UNITS = {"throughput_tokens_per_s": "rate"}  # all others are seconds
 
 
@@ -19,7 +20,8 @@ def table(held, language):
                "prefill": prefill.median(), "worst": tested["residual"].abs().max()}  # fmt: skip
     prose.say("world.reading", language, source="published", **numbers)
     for source in sorted(set(tested["source"])):
-        prose.say("world.origin", language, origin=source)
+        origin = source.removesuffix(ASSUMED)
+        prose.say("world.origin" if origin == source else "world.origin_assumed", language, origin=origin)
 
 
 def _shown(row: dict) -> dict:
