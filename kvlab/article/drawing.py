@@ -29,14 +29,15 @@ LABEL_GAP_POINTS = 14
 
 @functools.cache
 def font_path():
-    """The Chinese font inside the installed package mplfonts, registered with matplotlib before a system's own."""
+    """The Chinese font inside the installed package mplfonts, registered in place of a system's own of that name."""
     package = importlib.util.find_spec("mplfonts")
     if package is None:
         raise ModuleNotFoundError("the charts take their font from mplfonts: pip install mplfonts")
     path = Path(package.submodule_search_locations[0]) / "fonts" / FONT_FILE
     known = font_manager.fontManager
     known.addfont(str(path))
-    known.ttflist.insert(0, known.ttflist.pop())  # of equals the first is taken: a chart is the same on every machine
+    names = {entry.name for entry in known.ttflist if entry.fname == str(path)}
+    known.ttflist = [entry for entry in known.ttflist if entry.name not in names or entry.fname == str(path)]
     return path
 
 
