@@ -242,7 +242,7 @@ def test_a_gap_off_its_ratio_is_explained_by_the_shares_of_their_ceilings_that_b
         assert row["gap"] == pytest.approx(row["ceiling"] * row["reached"] / row["reached_here"])
         assert 0 < row["reached"] < 1  # a card does not exceed its data sheet
     tpot = gaps.set_index("phase").loc["tpot"]
-    floor_s = cost.weight_bytes(LARGE, "float32") / READ
+    floor_s = cost.step_weight_bytes(LARGE, "float32") / READ
     assert tpot["reached_here"] == pytest.approx(floor_s / tpot["here"].median, rel=0.01)
     told = prose.plain("verdict.q4.predicted_only", "en", **explanations.tiers(gaps).numbers)
     assert prose.friendly(tpot["reached"], "%") in told and prose.friendly(tpot["reached_here"], "%") in told

@@ -3,6 +3,7 @@
 import fake_frames
 import pytest
 
+from kvlab import paths, records
 from kvlab.analyse.findings import Answer
 from kvlab.analyse.summary import Estimate
 from kvlab.article import anatomy, prose, sections
@@ -109,3 +110,17 @@ def test_the_machine_is_named_in_the_readers_language_and_half_a_cpu_is_not_roun
     named = sections.machine_words(environment)[told.language]
     assert "1.5" in named and ("CPUs" in named) == (told.language == "en") and "<b>" not in named
     assert sections.machine_words(environment | {"card_model": "NVIDIA A10"})[told.language] == "NVIDIA A10"
+
+
+def test_records_of_two_boots_show_both_dates_and_both_commits(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVLAB_OUTPUT", str(tmp_path))
+    folder = paths.results("smoke")
+    machine = {"environment": "e", "card_model": None, "cpu_model": "A CPU", "cpu_quota": 2.0, "cpu_flags": [],
+               "memory_limit_bytes": 1, "system": "Linux", "packages": {}}  # fmt: skip
+    for boot, day, commit in (("a", "2026-11-30", "1111"), ("b", "2026-12-04", "2222")):
+        code = {"version": "0.1.0", "commit": commit, "dirty": boot == "b"}
+        found = machine | {"boot": boot, "recorded_at": f"{day}T10:00:00+00:00", "kvlab": code}
+        records.remember_environment(folder, found)
+    records.remember_environment(folder, found | {"environment": "another machine", "recorded_at": "2027-01-01"})
+    (table,) = told(with_source(sections.machine), found, {"profile": "smoke"})
+    assert "2026-11-30, 2026-12-04" in table and "0.1.0, 1111; 0.1.0, 2222 +" in table and "2027" not in table

@@ -71,7 +71,7 @@ def reached_share(phase: str, a: cost.Architecture, sheet: Machine, there: dict)
     """The time that a phase would take at the card's ceiling, over the time predicted for it."""
     if phase == "ttft":
         return cost.prefill_flops(a, CONTEXT) / sheet.flops_per_s[there["dtype"]] / there["ttft"].value
-    return cost.weight_bytes(a, there["dtype"]) / sheet.read_bandwidth_bytes_per_s / there["tpot"].value
+    return cost.step_weight_bytes(a, there["dtype"]) / sheet.read_bandwidth_bytes_per_s / there["tpot"].value
 
 
 def ceiling_ratio(what: str, here: Machine, there: Machine, dtype: str) -> float:

@@ -75,6 +75,7 @@ def machine_words(environment: dict) -> dict[str, str]:
 
 def machine(environment: dict, parameters: dict, language: str, source: str) -> None:
     """The machine and software of the records, as a table."""
+    boots = boots_of(environment, parameters["profile"])
     facts = {
         "card": environment["card_model"],
         "cpu": environment["cpu_model"],
@@ -86,9 +87,9 @@ def machine(environment: dict, parameters: dict, language: str, source: str) -> 
         "model": " ".join(str(parameters[name]) for name in ("model", "model_revision") if parameters.get(name)),
         "dtype": parameters.get("dtype"),
         "threads": " / ".join(str(parameters[name]) for name in ("threads", "server_threads") if name in parameters),
-        "kvlab": kvlab_version(environment["kvlab"]),
+        "kvlab": kvlab_versions(boots),
         "environment": environment["environment"],
-        "recorded": environment["recorded_at"][:10],
+        "recorded": ", ".join(dict.fromkeys(each["recorded_at"][:10] for each in boots)),
     }
     rows = [{"what": name, "value": value or prose.both("machine.none")} for name, value in facts.items()]
     prose.table(rows, "machine", language, source=source)
@@ -104,7 +105,7 @@ def provenance(profile: str, language: str) -> dict[str, str]:
     facts = {
         "machine": machine_words(known[-1])[language],
         "environment": known[-1]["environment"],
-        "kvlab": kvlab_version(known[-1]["kvlab"]),
+        "kvlab": kvlab_versions(boots_of(known[-1], profile)),
         "records": ", ".join(stored(path, known[-1]["environment"]) for path in files),
     }
     of_models = [r["model_files"] for path in files for r in records.load(path) if r.get("model_files")]
@@ -119,9 +120,17 @@ def stored(path: Path, environment: str) -> str:
     return f"{paths.public(path)}: {count} (SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
 
 
-def kvlab_version(code: dict) -> str:
-    commit = f", {code['commit']}" if code["commit"] else ""
-    return f"{code['version']}{commit}{' +' if code['dirty'] else ''}"
+def boots_of(environment: dict, profile: str) -> list[dict]:
+    """The environment as each boot of its machine wrote it that recorded something, oldest first."""
+    known = records.environments(paths.results(profile))
+    return [each for each in known if each["environment"] == environment["environment"]]
+
+
+def kvlab_versions(boots: list[dict]) -> str:
+    """Every commit that recorded, in order."""
+    codes = [each["kvlab"] for each in boots]
+    commits = [f", {code['commit']}{' +' if code['dirty'] else ''}" if code["commit"] else "" for code in codes]
+    return "; ".join(dict.fromkeys(f"{code['version']}{commit}" for code, commit in zip(codes, commits)))
 
 
 def control(pairs: pd.DataFrame, language: str, source: str) -> None:
