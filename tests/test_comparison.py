@@ -40,7 +40,7 @@ def twice(tmp_path, monkeypatch):
 
 def test_a_run_beside_itself_has_ratio_one_in_both_languages(twice, capsys):
     assert __main__.main(["compare", "cpu", "smoke"]) == 0
-    for language, one in (("en", "1.00x"), ("zh", "1.00 倍")):
+    for language, one in (("en", "1.00x"), ("zh", "1.00\u00a0倍")):
         page = (twice / "results" / f"compare_cpu_smoke.{language}.html").read_text()
         assert page.count(one) >= 10 and f"compare_cpu_smoke.{'zh' if language == 'en' else 'en'}.html" in page
 

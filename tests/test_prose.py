@@ -175,7 +175,7 @@ def test_table_is_escaped_and_in_each_language(shown):
     zh, en = (BeautifulSoup(data["text/html"], "html.parser") for data, _ in shown)
     assert [cell.get_text() for cell in zh.select("th[scope=col]")] == ["论断", "效果", "机器"]
     assert [cell.get_text() for cell in en.select("td")][1:] == [
-        "2.0x (n = 1, too few for an interval)",
+        "2.0x (n\u00a0=\u00a01, too few for an interval)",
         "<b>card</b>",
     ]
     assert en.select("td.number")[0]["title"] == "results/a.jsonl" and not en.find("b")
@@ -239,3 +239,9 @@ def test_control_points_and_warm_up_enter_no_reading():
     with_warm_up = pd.concat([sent, sent.assign(phase="warmup", tpot_s=9.0)])
     points, reading = fake_frames.points(), readings.serving_by_concurrency
     assert reading(with_warm_up, points) == reading(sent, points)
+
+
+def test_no_line_of_a_table_breaks_between_a_number_and_its_unit():
+    rows = [{"ttft": 0.138, "ratio": summary.Estimate(24, 1.02, 0.94, 1.11, "unstable")}]
+    table = prose.html_table(rows, {"ttft": "label.ttft:s", "ratio": "sections.ttft_ratio:x"}, "en", "records")
+    assert "138\u00a0ms" in table and "95\u00a0%" in table and "n\u00a0=\u00a024" in table

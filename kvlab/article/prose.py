@@ -217,7 +217,8 @@ def _cell(value, unit, language, source):
         value = text(WORDS.get(group, {}).get(value, f"{group}.{value}"), language)
     if not isinstance(value, (str, dict)) and value is not None:
         title = f' title="{html.escape(source)}"' if source else ""
-        return f'<td class="number"{title}>{escape(_in_language(value, unit, language))}</td>'
+        shown = UNIT_SPACE.sub("\u00a0", _in_language(value, unit, language))
+        return f'<td class="number"{title}>{escape(shown)}</td>'
     return f"<td>{'' if value is None else escape(_in_language(value, unit, language))}</td>"
 
 
